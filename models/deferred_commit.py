@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from stree.kernels.step.bookkeeping import CatchUp, copy_rows, defer_path
+from stree.kernels.step.bookkeeping import DeferredPath, copy_rows, defer_path
 from stree.kernels.topology import AcceptedPath
 from stree.models.layers.base import LayerSpec, LayerStack
 
@@ -86,7 +86,7 @@ class DeferredCommit:
             path_lengths: int32[batch].
             lengths: int32[batch], committed tokens; advanced.
         """
-        defer_path(path, path_lengths, CatchUp(self.path, self.lengths), lengths)
+        defer_path(path, path_lengths, DeferredPath(self.path, self.lengths), lengths)
         for path_rows in self._path_rows.values():
             path_rows.copy(self.path)
 

@@ -26,7 +26,7 @@ def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None)
         RuntimeError: the state is not empty.
     """
     sizes = _sizes(state, input_ids, lengths)
-    if state.length_bound or state.pending is not None:
+    if state.length_bound or state.pending_tree is not None:
         raise RuntimeError("prefill needs an empty state; this one holds tokens already")
     if min(sizes, default=0) < 1:
         raise ValueError(f"every prompt needs at least one token, got lengths {sizes}")

@@ -33,7 +33,7 @@ class DecodeState:
         lengths: int32[batch], committed tokens of each sequence.
         max_length: most committed tokens a sequence.
         max_nodes: most nodes of a tree, root included.
-        pending: the last verified and not yet committed tree, which ``commit`` applies and ``verify(first=k)`` extends.
+        pending_tree: the last verified and not yet committed tree; ``commit`` applies, ``verify(first=k)`` extends it.
         length_bound: int on the host; no sequence is longer.
         fixed_shapes: whether all steps have the same shapes, as a captured graph needs: attention then runs over
             ``max_length`` rows at any length.
@@ -59,7 +59,7 @@ class DecodeState:
         self.max_length, self.max_nodes, self.fixed_shapes = max_length, max_nodes, fixed_shapes
         self.specs, self.defers_commit, self.is_inconsistent = specs, defers_commit, False
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.pending: TokenTree | None = None
+        self.pending_tree: TokenTree | None = None
         self.length_bound = 0
         self._slots: dict[Site, tuple[LayerSpec, int]] = {}
         counts: dict[LayerSpec, int] = {}
@@ -105,7 +105,7 @@ class DecodeState:
         self.apply_deferred()
         other = object.__new__(DecodeState)
         other.__dict__.update(self.__dict__)
-        other.pending = None
+        other.pending_tree = None
         other.lengths = self.lengths[rows]
         other._set_stacks({spec: stack.select(rows) for spec, stack in self.stacks.items()})
         return other
@@ -135,7 +135,7 @@ class DecodeState:
             if self.deferred is not None:
                 self.deferred.clear()
             self.lengths.copy_(other.lengths)
-        self.length_bound, self.pending, self.is_inconsistent = other.length_bound, None, other.is_inconsistent
+        self.length_bound, self.pending_tree, self.is_inconsistent = other.length_bound, None, other.is_inconsistent
 
     def reset(self) -> None:
         """Empty every sequence; no tensor is replaced."""
@@ -144,7 +144,7 @@ class DecodeState:
         if self.deferred is not None:
             self.deferred.clear()
         self.lengths.zero_()
-        self.length_bound, self.pending, self.is_inconsistent = 0, None, False
+        self.length_bound, self.pending_tree, self.is_inconsistent = 0, None, False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -165,7 +165,7 @@ class DecodeState:
                     self.lengths += path_lengths
                 else:
                     deferred.put(path, path_lengths, self.lengths)
-        self.pending = None
+        self.pending_tree = None
 
     def apply_deferred(self) -> None:
         """Apply the deferred commit, if any, so that the states can be read."""
@@ -195,7 +195,7 @@ class DecodeState:
         """Copy in sequence ``row`` from a state of batch 1 and equal sizes; a pending tree is dropped."""
         self.apply_deferred()
         other.apply_deferred()
-        self.pending = None  # the row's stash is overwritten, too
+        self.pending_tree = None  # the row's stash is overwritten, too
         with self.changing():
             for spec, stack in self.stacks.items():
                 stack.write_row(row, other.stacks[spec])

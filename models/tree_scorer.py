@@ -88,13 +88,13 @@ class TreeScorer(PatchedModel):
         if positions is None and self.family.takes_positions:
             positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
         nodes = TreeInputs(tree.tokens[:, first:], tree.parents, tree.ancestor_mask, tree.depths, positions, inputs)
-        state.pending = None  # its stash is overwritten, layer by layer
+        state.pending_tree = None  # its stash is overwritten, layer by layer
         if self.is_compiled and state.deferred is None:
             compiled: CompiledScoring = self.cache.get("compiled") or self._compiled_now()
             scored = compiled(state, nodes, hidden_layers)
         else:
             scored = self._score_nodes(state, nodes, hidden_layers)
-        state.pending = tree
+        state.pending_tree = tree
         return scored
 
     def _score_nodes(
@@ -174,11 +174,11 @@ class TreeScorer(PatchedModel):
             ValueError: shapes disagree, a path that does not descend from the root, or a text beyond max_length.
         """
         self.check_state(state)
-        if state.pending is None:
+        if state.pending_tree is None:
             raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
         check_commit(path, path_lengths, state.batch_size)
-        if (state.pending.is_checked and host_can_read(path)) or checks_everywhere():
-            check_path(state.pending, path, path_lengths)
+        if (state.pending_tree.is_checked and host_can_read(path)) or checks_everywhere():
+            check_path(state.pending_tree, path, path_lengths)
         # Lengths on a device are not read: every path there counts as the longest possible one.
         longest = max(path_lengths.tolist(), default=0) if host_can_read(path_lengths) else path.shape[1]
         bound = state.length_bound + longest
@@ -247,4 +247,4 @@ class TreeScorer(PatchedModel):
         if deepest > state.max_length:
             raise ValueError(f"the tree reaches {deepest} tokens, which exceeds max_length {state.max_length}")
         if first:
-            check_first(state.pending, tree, first)
+            check_first(state.pending_tree, tree, first)

@@ -50,7 +50,7 @@ def begun(
     sampling = Sampling(temperature)
     state = target.new_state(batch, 512, nodes, fixed_shapes=True)
     samplings = BatchSampling([sampling] * batch, batch, META)
-    program = DecodeStep(target, state, sampling=samplings, verifier=verifier, most_stops=1)
+    program = DecodeStep(target, state, sampling=samplings, verifier=verifier, max_length=512, most_stops=1)
     with mock.patch.object(tree_lm.TreeLM, "prefill", _prefill):
         program.fill(ModelDrafter(draft), [Request([5, 6, 7], sampling, 400, frozenset([1]))] * batch)
         program.reserve(512, growth, nodes, begins=True)

@@ -25,7 +25,7 @@ from benchmarks.training import model as nets
 from stree.distill import network
 from stree.distill.run import fit, save_model
 from stree.distill.settings import Settings
-from stree.distill.text import Batches, Text
+from stree.distill.text import Batches, Corpus
 from stree.distill.training import Budget, compiler, probs_of, text_loss, train
 from stree.models.tree_lm import TreeLM
 
@@ -95,7 +95,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def train_pair(
-    args: argparse.Namespace, settings: Settings, sizes: dict[str, dict[str, int]], text: Text, tokenizer: Any
+    args: argparse.Namespace, settings: Settings, sizes: dict[str, dict[str, int]], text: Corpus, tokenizer: Any
 ) -> dict[str, Any]:
     """Train the target, then the drafter, and save both; return what the stages did."""
     runs, assets = args.runs, args.assets
@@ -137,7 +137,7 @@ def main(arguments: list[str] | None = None) -> None:
         adam_lr=args.adam_lr, dtype=torch.bfloat16, compile=args.compile, save_every=240.0, seed=args.seed,
     )  # fmt: skip
     streams, tokenizer, documents = prepare_text(args, runs, assets)
-    text = Text(streams, data.MIXTURE, data.MAX_PASSES, int(tokenizer.eos_token_id))
+    text = Corpus(streams, data.MIXTURE, data.MAX_PASSES, int(tokenizer.eos_token_id))
     sizes = {
         "target": {"hidden": args.target_hidden, "layers": args.target_layers},
         "drafter": {"hidden": args.drafter_hidden, "layers": args.drafter_layers},

@@ -18,7 +18,7 @@ from benchmarks.training import model as nets
 from stree.distill.heads import HEADS, RECIPES, new_head
 from stree.distill.run import fit_head
 from stree.distill.settings import Settings
-from stree.distill.text import Text
+from stree.distill.text import Corpus
 from stree.distill.training import compiler
 from stree.inputs import ASSETS
 from stree.models.hidden_states import patch_for_recording, recording, stacked
@@ -44,7 +44,7 @@ def main() -> None:
     args.runs.mkdir(parents=True, exist_ok=True)
     prepared = bundled.parse_arguments(["--runs", str(args.runs), "--resume"])
     streams, tokenizer, _ = bundled.prepare_text(prepared, args.runs, ASSETS)
-    text = Text(streams, data.MIXTURE, data.MAX_PASSES, int(tokenizer.eos_token_id))
+    text = Corpus(streams, data.MIXTURE, data.MAX_PASSES, int(tokenizer.eos_token_id))
     settings = Settings(
         kind=args.kind, recipe=args.recipe, minutes=args.minutes, length=args.length, muon_lr=args.muon_lr,
         generated=args.generated, dtype=torch.bfloat16, compile=True,

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks.training import data, hybrid
 from benchmarks.training.hybrid_phases import Run, fit_outputs, match_attention, match_logits, perplexity
 from stree.bench.smollm2 import prepared
-from stree.distill.text import Batches, Text, encode
+from stree.distill.text import Batches, Corpus, encode
 from stree.files import replacing
 
 FIT_WINDOWS = 32
@@ -68,7 +68,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def read_text(args: argparse.Namespace, tokenizer: Any, vocab_size: int) -> tuple[Text, dict[str, torch.Tensor]]:
+def read_text(args: argparse.Namespace, tokenizer: Any, vocab_size: int) -> tuple[Corpus, dict[str, torch.Tensor]]:
     """Encode the training text, and windows of the held-out documents by kind: int64[windows, length + 1]."""
     documents = data.read_folders(args.text, args.seed)
     eos, window = int(tokenizer.eos_token_id), args.length + 1
@@ -94,7 +94,7 @@ def read_text(args: argparse.Namespace, tokenizer: Any, vocab_size: int) -> tupl
     for kind, rows in held_out.items():
         chosen = np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(int)
         measured[kind] = torch.from_numpy(rows[chosen].astype(np.int64))
-    return Text(streams, data.MIXTURE, data.MAX_PASSES, eos), measured
+    return Corpus(streams, data.MIXTURE, data.MAX_PASSES, eos), measured
 
 
 def train(run: Run, measured: Mapping[str, torch.Tensor], args: argparse.Namespace) -> None:

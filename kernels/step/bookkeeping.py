@@ -1,4 +1,4 @@
-"""The records of a step: emitted tokens, the accepted path on columns and nodes, the path of a deferred commit.
+"""The accepted path of a step on columns and nodes, and the path of a deferred commit.
 
 On the CPU these are torch's operators, where Triton launches they are one launch each; the values are the same.
 """
@@ -17,29 +17,10 @@ from torch import Tensor
 from stree.kernels.dispatch import uses_triton
 from stree.kernels.tiles import padded
 
-__all__ = ["CatchUp", "Drafted", "Texts", "copy_rows", "defer_path", "emit", "path_on_columns", "path_on_nodes"]
+__all__ = ["DeferredPath", "Drafted", "copy_rows", "defer_path", "path_on_columns", "path_on_nodes"]
 
 ROW_COLUMNS = 256  # of a row that a program copies
 MOST_SOURCES = 3  # whose rows are copied in one launch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Texts:
-    """Per-sequence counters of a batch; steps write to all but ``limit`` and ``stop``.
-
-    Attributes:
-        pending: int64[batch], the last token, which the next step begins with.
-        num_new: int64[batch], new tokens.
-        limit: int64[batch], most of them.
-        is_finished: bool[batch].
-        stop: int64[batch, tokens], tokens that end each text, padded by -1.
-    """
-
-    pending: Tensor
-    num_new: Tensor
-    limit: Tensor
-    is_finished: Tensor
-    stop: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +43,7 @@ class Drafted:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CatchUp:
+class DeferredPath:
     """Accepted paths whose commit is deferred to the next step; a step writes to both.
 
     Attributes:
@@ -72,67 +53,6 @@ class CatchUp:
 
     path: Tensor
     lengths: Tensor
-
-
-def emit(
-    tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts,
-    highest: Tensor | None = None, *, may_be_infinite: bool = False,
-) -> Tensor:  # fmt: skip
-    """Take the tokens after the path's nodes, up to a stop token or the limit, and make the last one pending.
-
-    Args:
-        tokens: int64[batch, n], of the tree.
-        path: int32[batch, m], nodes from the root down; entries past the length may hold anything below n.
-        path_lengths: int32[batch], 0 for a sequence that takes no part.
-        next_token: int64[batch].
-        texts: written to.
-        highest: float[batch, n], greatest logit of each node, or None where logits were checked.
-        may_be_infinite: whether it may be +inf.
-
-    Returns:
-        int64[batch, m + 3]: the tokens, how many of them count, the path's length, and 1 where the greatest logit of
-        its last node is NaN, or +inf and may not be, else 0.
-    """
-    if uses_triton(tokens):
-        return _emit_in_one(tokens, path, path_lengths, next_token, texts, highest, may_be_infinite=may_be_infinite)
-    place = torch.arange(path.shape[1], device=path.device)
-    length = path_lengths.long()[:, None]
-    following = next_token[:, None]
-    emitted = tokens.gather(1, path.clamp(min=0).long())
-    emitted = torch.where(place == length - 1, following, emitted.roll(-1, 1))
-    count = torch.minimum(length, (texts.limit - texts.num_new)[:, None])
-    if texts.stop.shape[1]:
-        ends = (emitted[..., None] == texts.stop[:, None]).any(-1) & (place < count)
-        count = torch.minimum(count, torch.where(ends, place + 1, len(place)).amin(1, keepdim=True))
-        texts.is_finished.logical_or_(ends.any(1))
-    texts.num_new.add_(count.squeeze(1))
-    texts.is_finished.logical_or_(texts.num_new >= texts.limit)
-    texts.pending.copy_(torch.where(length > 0, following, texts.pending[:, None]).squeeze(1))
-    is_unusable = torch.zeros_like(length)
-    if highest is not None:
-        last = highest.gather(1, path.clamp(min=0).long().gather(1, (length - 1).clamp(min=0)))
-        is_unusable += (length > 0) & (last.isnan() | (last.isposinf() & (not may_be_infinite)))
-    return torch.cat([emitted, count, length, is_unusable], 1)
-
-
-def _emit_in_one(
-    tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts, highest: Tensor | None,
-    *, may_be_infinite: bool,
-) -> Tensor:  # fmt: skip
-    """Do the same in one launch."""
-    from stree.kernels.step.kernel import emit_kernel  # imports triton
-
-    batch, m = path.shape
-    tokens, path = _rows_of(tokens), _rows_of(path)
-    report = tokens.new_empty(batch, m + 3)
-    with torch.cuda.device_of(tokens):  # Triton launches on the current device, wherever the tensors are
-        emit_kernel[(batch,)](
-            tokens, path, path_lengths.contiguous(), next_token.contiguous(), texts.stop.contiguous(), texts.limit,
-            texts.num_new, texts.is_finished.view(torch.int8), texts.pending,
-            None if highest is None else highest.contiguous(), report, m, tokens.shape[1], texts.stop.shape[1],
-            tokens.stride(0), path.stride(0), PLACES=padded(m), INFINITE=may_be_infinite, num_warps=1,
-        )  # fmt: skip
-    return report
 
 
 def path_on_columns(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
@@ -214,7 +134,7 @@ def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, T
     return is_there.any(-1).float(), path_lengths > 0
 
 
-def defer_path(path: Tensor, path_lengths: Tensor, deferred: CatchUp, lengths: Tensor) -> None:
+def defer_path(path: Tensor, path_lengths: Tensor, deferred: DeferredPath, lengths: Tensor) -> None:
     """Store paths for a deferred commit, and count their tokens as committed.
 
     Args:

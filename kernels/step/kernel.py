@@ -1,4 +1,4 @@
-"""Triton code of a step's bookkeeping; `stree.kernels.step.bookkeeping` launches it."""
+"""Triton code of a step's bookkeeping; `stree.kernels.step.bookkeeping` and ``texts`` launch it."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -10,12 +10,13 @@ import triton.language as tl
 from stree.kernels.jit import jit
 
 
-@jit(fuses=False, do_not_specialize=["m", "n", "num_stop", "stride_t", "stride_p"])
+@jit(fuses=False, do_not_specialize=["m", "n", "num_stop", "stride_t", "stride_p", "stride_x"])
 def emit_kernel(
-    tokens_ptr, path_ptr, lengths_ptr, next_ptr, stop_ptr, limit_ptr, num_new_ptr, finished_ptr, pending_ptr,
-    highest_ptr, report_ptr, m, n, num_stop, stride_t, stride_p, PLACES: tl.constexpr, INFINITE: tl.constexpr,
+    tokens_ptr, path_ptr, lengths_ptr, next_ptr, stop_ptr, limit_ptr, before_ptr, finished_ptr, pending_ptr,
+    text_ptr, highest_ptr, report_ptr, m, n, num_stop, stride_t, stride_p, stride_x, PLACES: tl.constexpr,
+    INFINITE: tl.constexpr,
 ):  # fmt: skip
-    """Record what a step emits; grid (batch)."""
+    """Append what a step emits to the texts, and report it; grid (batch)."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
     length = tl.load(lengths_ptr + row).to(tl.int64)
@@ -23,7 +24,7 @@ def emit_kernel(
     node = tl.maximum(tl.load(path_ptr + row * stride_p + place + 1, place + 1 < m, 0), 0).to(tl.int64)
     token = tl.load(tokens_ptr + row * stride_t + node, place < m, 0)
     token = tl.where(place == length - 1, following, token)
-    known, limit = tl.load(num_new_ptr + row), tl.load(limit_ptr + row)
+    known, limit = tl.load(before_ptr + row) + 1, tl.load(limit_ptr + row)  # the pending token included
     count = tl.minimum(length, limit - known)
     end = count  # the place after the first stop token, or as many as there are
     for index in range(num_stop):
@@ -31,8 +32,9 @@ def emit_kernel(
         end = tl.minimum(end, tl.min(tl.where(is_stop, place + 1, PLACES), 0).to(tl.int64))
         finished = tl.max(is_stop.to(tl.int32), 0) > 0
         tl.store(finished_ptr + row, tl.full((), 1, tl.int8), finished)
+    tl.store(text_ptr + row * stride_x + known + place, token, place < end)
     known += end
-    tl.store(num_new_ptr + row, known)
+    tl.store(before_ptr + row, known - 1)
     tl.store(finished_ptr + row, tl.full((), 1, tl.int8), known >= limit)
     tl.store(pending_ptr + row, following, length > 0)
     report_ptr += row * (m + 3)

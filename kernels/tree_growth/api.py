@@ -18,6 +18,7 @@ from stree.kernels.tiles import MAX_NODES
 from stree.kernels.tree_growth import reference
 from stree.kernels.tree_growth.operands import (
     Appended,
+    Children,
     Chosen,
     Columns,
     Kept,
@@ -27,7 +28,6 @@ from stree.kernels.tree_growth.operands import (
     Proposed,
     RankFit,
     Ratings,
-    Siblings,
     Table,
     Terms,
     Verdicts,
@@ -69,7 +69,7 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     return reference.choose(value, left, below, terms)
 
 
-def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Children) -> Tensor:
     """Rate the most probable children, none of them drawn, by log-odds of their rank.
 
     None is rated above the likeliest by the fit.
@@ -95,7 +95,7 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
     return reference.rate_by_rank(fit, level, memory, given)
 
 
-def rate_by_table(table: Table, given: Siblings) -> Ratings:
+def rate_by_table(table: Table, given: Children) -> Ratings:
     """Rate drawn children by what was counted of tests like theirs.
 
     No slot's priority depends on the token drawn there, and a younger drawn sibling's is never the greater.

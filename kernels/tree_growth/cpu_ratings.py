@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.kernels.numba_jit import compiled, inner
 from stree.kernels.tree_growth.cpu import Array
-from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Ratings, Siblings, Table
+from stree.kernels.tree_growth.operands import Children, Level, Memory, RankFit, Ratings, Table
 from stree.kernels.tree_growth.reference import LEAST_BLUNT, LEAST_PROB
 
 __all__ = ["rate_by_rank", "rate_by_table", "remember"]
@@ -19,7 +19,7 @@ LEAST = 1e-6  # of what is left of a distribution, and of how often a sibling is
 PAIR, TRIPLE = 1, 2  # what a text holds of a child
 
 
-def rate_by_table(table: Table, given: Siblings) -> Ratings:
+def rate_by_table(table: Table, given: Children) -> Ratings:
     """Rate slots by what a table has counted; see `stree.kernels.tree_growth.api`."""
     probs = given.probs
     kind = torch.promote_types(probs.dtype, table.tests.dtype)
@@ -33,7 +33,7 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
     return Ratings(priority, value, cells)
 
 
-def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Children) -> Tensor:
     """Rate children that are not drawn; see `stree.kernels.tree_growth.api`."""
     kind = torch.promote_types(given.probs.dtype, fit.level.dtype)
     value = torch.empty(given.probs.shape, dtype=kind)
@@ -49,7 +49,7 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
     _remember(*(part.numpy() for part in (memory.places, memory.last, tokens, entries, lengths)))
 
 
-def _held(memory: Memory, given: Siblings) -> Array:
+def _held(memory: Memory, given: Children) -> Array:
     """Mark the children whose pair or triple a text holds: int8[batch, above, ranks] of PAIR and TRIPLE together."""
     held, words = torch.zeros(given.probs.shape, dtype=torch.int8), given.words
     if words is not None:

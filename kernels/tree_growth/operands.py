@@ -9,8 +9,21 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Appended", "Chosen", "Columns", "Kept", "Layout", "Level", "Memory", "Proposed", "RankFit", "Ratings", "Siblings",
-    "Table", "Terms", "Verdicts", "Words",
+    "Appended",
+    "Children",
+    "Chosen",
+    "Columns",
+    "Kept",
+    "Layout",
+    "Level",
+    "Memory",
+    "Proposed",
+    "RankFit",
+    "Ratings",
+    "Table",
+    "Terms",
+    "Verdicts",
+    "Words",
 ]  # fmt: skip
 
 NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples
@@ -141,7 +154,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Siblings:
+class Children:
     """The children of a layer's nodes, as they are rated.
 
     Attributes:

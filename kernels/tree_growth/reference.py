@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stree.kernels.tree_growth.operands import (
     Appended,
+    Children,
     Chosen,
     Columns,
     Kept,
@@ -21,7 +22,6 @@ from stree.kernels.tree_growth.operands import (
     Proposed,
     RankFit,
     Ratings,
-    Siblings,
     Table,
     Terms,
     Verdicts,
@@ -70,7 +70,7 @@ def _size_down_to(ordered: Tensor, below: Tensor) -> Tensor:
     return rank + 1 + (worth * (rank <= rank[:, None])).sum(-1)
 
 
-def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Children) -> Tensor:
     """Rate children that are not drawn; see `stree.kernels.tree_growth.api`."""
     probs = given.probs
     ranks = probs.shape[-1]
@@ -88,7 +88,7 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
     return given.reach[..., None] * (chance * (probs > 0))
 
 
-def rate_by_table(table: Table, given: Siblings) -> Ratings:
+def rate_by_table(table: Table, given: Children) -> Ratings:
     """Rate slots by what a table has counted; see `stree.kernels.tree_growth.api`."""
     reach, probs = given.reach, given.probs
     ranks = probs.shape[-1]

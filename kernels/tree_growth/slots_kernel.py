@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stree.kernels.jit import jit
 from stree.kernels.tiles import padded
-from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Ratings, Siblings, Table, Terms, Words
+from stree.kernels.tree_growth.operands import Children, Level, Memory, RankFit, Ratings, Table, Terms, Words
 
 __all__ = ["choose", "pair_number", "place_of", "rate_by_rank", "rate_by_table"]
 
@@ -234,7 +234,7 @@ def choose_warps(slots: int, width: int) -> int:
     return 16 if width > 64 else 1 if slots <= 32 else 4
 
 
-def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) -> Tensor:
+def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Children) -> Tensor:
     """Rate children that are not drawn; see `stree.kernels.tree_growth.api`."""
     reach, probs, norms = _probs(given)
     batch, above, ranks = probs.shape
@@ -249,7 +249,7 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Siblings) ->
     return value
 
 
-def rate_by_table(table: Table, given: Siblings) -> Ratings:
+def rate_by_table(table: Table, given: Children) -> Ratings:
     """Rate drawn children; see `stree.kernels.tree_growth.api`."""
     reach, probs, norms = _probs(given)
     batch, above, ranks = probs.shape
@@ -265,7 +265,7 @@ def rate_by_table(table: Table, given: Siblings) -> Ratings:
     return ratings
 
 
-def _probs(given: Siblings) -> tuple[Tensor, Tensor, Tensor]:
+def _probs(given: Children) -> tuple[Tensor, Tensor, Tensor]:
     """Return values of the nodes, probabilities of their children and norms, laid out as kernels read them."""
     reach = given.reach if given.reach.stride(1) == 1 else given.reach.contiguous()
     return reach, given.probs.contiguous(), given.norms.contiguous()

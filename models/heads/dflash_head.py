@@ -19,7 +19,7 @@ from stree.models.layers.base import state_dtype
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import head_of_rows, kept_tokens, rows_of
 
-__all__ = ["BlockCache", "Edges", "OneShotHead", "Slots"]
+__all__ = ["BlockCache", "BlockSlots", "Edges", "OneShotHead"]
 
 
 class BlockCache:
@@ -36,7 +36,7 @@ class BlockCache:
         lengths: int32[batch], tokens of each context.
     """
 
-    pending: None = None  # as a decode state without a verified tree
+    pending_tree: None = None  # as a decode state without a verified tree
 
     def __init__(self, head: OneShotHead, batch: int, max_length: int) -> None:
         sizes, head_dim = head.config.layers, head.attentions[0].head_dim
@@ -65,7 +65,7 @@ class BlockCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class BlockSlots:
     """What one forward gives for the positions of a block.
 
     Attributes:
@@ -166,7 +166,7 @@ class OneShotHead:
         cache.lengths += count.to(torch.int32)
 
     @torch.no_grad()
-    def slots(self, cache: BlockCache, anchor: Tensor) -> Slots:
+    def slots(self, cache: BlockCache, anchor: Tensor) -> BlockSlots:
         """Run the block after each context, whose int64[batch] anchor is the token that follows it."""
         config = self.config
         tokens = anchor[:, None].repeat(1, self.block_size)
@@ -186,10 +186,10 @@ class OneShotHead:
         if config.softcap:
             logits = torch.tanh(logits / config.softcap) * config.softcap
         logits = logits.to(state_dtype(self.dtype))
-        return Slots(hidden, logits, None if config.selector is None else logits.topk(config.selector[1]).indices)
+        return BlockSlots(hidden, logits, None if config.selector is None else logits.topk(config.selector[1]).indices)
 
     @torch.no_grad()
-    def node_logits(self, slots: Slots, depths: Tensor, tokens: Tensor) -> Tensor:
+    def node_logits(self, slots: BlockSlots, depths: Tensor, tokens: Tensor) -> Tensor:
         """Return the logits of what follows nodes of a tree whose root is the anchor.
 
         Args:
@@ -237,7 +237,7 @@ class OneShotHead:
         logits = self._whole(slots.logits)
         return logits if slots.candidates is None else (logits, self._edges(slots, anchor))
 
-    def _edges(self, slots: Slots, anchor: Tensor) -> Edges:
+    def _edges(self, slots: BlockSlots, anchor: Tensor) -> Edges:
         """Score every candidate of a position after every candidate of the position before."""
         assert slots.candidates is not None, "the caller has checked"
         candidates, hidden = slots.candidates[:, self._offset :], slots.hidden[:, self._offset :]

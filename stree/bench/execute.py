@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from stree.bench.methods import ASSISTED, Method
 from stree.bench.pair import Pair
@@ -122,11 +122,11 @@ def _run_peer(pair: Pair, method: Method, case: Case) -> Run:
     return Run(out.tokens, seconds, out.ttft_s, stats)
 
 
-def _run(lm: TreeLM | UnrolledLM, drafter: Drafter, method: Method, case: Case) -> Run:
+def _run(lm: TreeLM, drafter: Drafter, method: Method, case: Case) -> Run:
     """Generate once, timed."""
     began = time.perf_counter()
     out = generate(
-        cast(TreeLM, lm),
+        lm,
         case.prompts,
         drafter,
         growth=method.growth,

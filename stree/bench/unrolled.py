@@ -35,34 +35,33 @@ class UnrolledState:
         return self.committed.lengths
 
 
-class UnrolledLM:
+class UnrolledLM(TreeLM):
     """Verify every root-to-leaf path as a row of a batch, each with its own copy of the state.
 
-    Shared prefixes are run once for each leaf below them, as a system without tree kernels must.  Everything but verify
-    and commit is the target's.
+    Shared prefixes are run once for each leaf below them, as a system without tree kernels must.  Model and attributes
+    are the target's.
 
     Args:
         lm: the target.
     """
 
-    captures_steps = False  # verification reads trees on the host, which a CUDA graph cannot
-
     def __init__(self, lm: TreeLM) -> None:
-        self._lm = lm
+        self.__dict__.update(lm.__dict__)
+        self._lm, self.captures_steps = lm, False  # verification reads trees on the host, which a CUDA graph cannot
 
-    def __getattr__(self, name: str) -> Any:
-        """Look an attribute up in the target."""
-        return getattr(self._lm, name)
-
-    def new_state(self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64) -> UnrolledState:
+    def new_state(  # type: ignore[override]
+        self, batch_size: int = 1, max_length: int = 4096, max_nodes: int = 64
+    ) -> UnrolledState:
         """Allocate an empty state."""
         return UnrolledState(self._lm.new_state(batch_size, max_length, max_nodes))
 
-    def prefill(self, state: UnrolledState, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def prefill(  # type: ignore[override]
+        self, state: UnrolledState, input_ids: Tensor, lengths: Tensor | None = None
+    ) -> Tensor:
         """Run prompts."""
         return self._lm.prefill(state.committed, input_ids, lengths)
 
-    def verify(self, state: UnrolledState, tree: TokenTree) -> Tensor:
+    def verify(self, state: UnrolledState, tree: TokenTree) -> Tensor:  # type: ignore[override]
         """Score every node: float[batch, n, vocab]; a node's logits are those of the first path through it."""
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         paths = [(row, path) for row, uppers in enumerate(parents) for path in _leaf_paths(uppers)]
@@ -86,7 +85,9 @@ class UnrolledLM:
         ]
         return logits.flatten(0, 1)[torch.tensor(flat, device=device)]
 
-    def commit(self, state: UnrolledState, path: Tensor, path_lengths: Tensor) -> None:
+    def commit(  # type: ignore[override]
+        self, state: UnrolledState, path: Tensor, path_lengths: Tensor
+    ) -> None:
         """Commit the accepted part of the row that holds it, and keep that row."""
         rows, place, width = state.verified
         lengths = torch.zeros(rows.batch_size, dtype=torch.int32)

@@ -123,8 +123,9 @@ class CapturedStep(DecodeStep):
 
     def _settle(self, budget: int) -> int:
         """Do what only this step needs of the drafter; return the draft calls it took."""
+        self.seen.update(self.texts)
         try:
-            return self.run.settle(self._pending(), budget)
+            return self.run.settle(self.seen.pending, budget)
         except Exception as problem:
             self._decode_without_drafter(problem)
             return 0

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_owners", "checks_memory", "poison"]
+from stree.decode.step_result import LaunchedStep
+
+__all__ = ["check_and_poison", "checks_memory"]
 
 
 def checks_memory() -> bool:
@@ -24,7 +26,19 @@ def checks_memory() -> bool:
     return os.environ.get("STREE_DEBUG") in ("1", "memory")
 
 
-def check_owners(**owners: Any) -> None:
+def check_and_poison(step: LaunchedStep, *texts: Any) -> None:
+    """Check that a step's parts share no memory with each other and the texts, and overwrite those that are over.
+
+    Raises:
+        AssertionError: two of them do; both are named.
+    """
+    draft, logits = step.draft, (step.logits, step.path_logits, step.raw_path_logits)
+    _check_owners(texts=texts, draft=draft, logits=logits, acceptance=step.acceptance, report=step.report)
+    probs = None if draft.probs is None else draft.probs.probs
+    _poison(draft.tree.tokens, draft.values, probs, logits, step.acceptance, step.report)
+
+
+def _check_owners(**owners: Any) -> None:
     """Check that no two owners' tensors share memory.
 
     Args:
@@ -41,7 +55,7 @@ def check_owners(**owners: Any) -> None:
                 assert other == name, f"{name} and {other} share memory: [{tensor.dtype}, {[*tensor.shape]}]"
 
 
-def poison(*owned: Any) -> None:
+def _poison(*owned: Any) -> None:
     """Overwrite tensors, or tuples and dataclasses of them: NaN in floats, the least number in integers."""
     for tensor in _tensors(owned):
         if tensor.dtype != torch.bool and 0 not in tensor.stride():

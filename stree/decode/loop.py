@@ -12,12 +12,12 @@ from torch import Tensor
 
 from stree.budget.policy import BudgetPolicy
 from stree.decode.captured_step import CapturedStep
-from stree.decode.logits_processors import processed
 from stree.decode.logprobs import token_logprobs
+from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, Request
-from stree.decode.sequences import Sequence, Sequences
+from stree.decode.sequences import Sequences, Text
 from stree.decode.stats import Generation, Statistics
-from stree.decode.step import DecodeStep, Prefilled
+from stree.decode.step import DecodeStep
 from stree.decode.step_cache import StepCache, drafter_key, state_length
 from stree.decode.step_result import StepResult
 from stree.drafters import Drafter
@@ -26,7 +26,7 @@ from stree.kernels.dispatch import host_can_read
 from stree.models.layout import layout_of
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
-from stree.sampling import BatchSampling, Sampling
+from stree.sampling import BatchSampling
 
 __all__ = ["DecodeLoop"]
 
@@ -58,10 +58,7 @@ class DecodeLoop:
     def __init__(
         self, lm: TreeLM, batch: Batch, sequences: Sequences, verifier: str, step_cache: StepCache | None = None
     ) -> None:
-        self.batch, self.sequences, self.verifier = batch, sequences, verifier
-        self.lm, processor = lm, batch.processor
-        if processor is not None:
-            self.lm = processed(lm, processor, is_target=True, is_greedy=batch.is_greedy)
+        self.lm, self.batch, self.sequences, self.verifier = lm, batch, sequences, verifier
         self.step_cache = step_cache
         self.on_step: Callable[[StepResult, list[int]], None] | None = None
         self.stats = Statistics()
@@ -105,18 +102,12 @@ class DecodeLoop:
             self.step_cache.keep(self._key, self._step, drafter)
 
     def start(
-        self, drafter: Drafter, policy: BudgetPolicy, sequences: list[Sequence], batch_size: int | None = None
+        self, drafter: Drafter, policy: BudgetPolicy, sequences: list[Text], batch_size: int | None = None
     ) -> None:
         """Prefill the first sequences together and draw their first tokens; rows beyond them are free."""
         self._began, self._compiled_before, self.policy = clock(), compile_seconds(), policy
-        processor = self.batch.processor
-        if processor is not None:
-            # A draft head, which runs no prompts, drafts without the processor: as lossless, accepted less often.
-            drafter = drafter.with_model(
-                lambda lm: processed(lm, processor, is_target=False) if hasattr(lm, "prefill") else lm
-            )
         size = batch_size or len(sequences)
-        self.sequences.rows = [Sequence(EMPTY, reason=EMPTY.problem) for _ in range(size)]
+        self.sequences.rows = [Text(EMPTY, reason=EMPTY.problem) for _ in range(size)]
         self._key = None if self.step_cache is None else self.key(drafter, policy, size)
         step = None if self.step_cache is None else self.step_cache.take(self._key)
         step = self._step = self._new_step(size, policy) if step is None else step
@@ -131,7 +122,7 @@ class DecodeLoop:
         self._count_time()
         self.stats.prefill_s = self.stats.total_s
 
-    def admit(self, sequence: Sequence, prefilled: Prefilled | None = None) -> None:
+    def admit(self, sequence: Text, prefilled: PrefilledPrompt | None = None) -> None:
         """Prefill a sequence in a free row, unless that was done before, and draw its first token.
 
         Raises:
@@ -144,26 +135,22 @@ class DecodeLoop:
         self._begin([sequence], [row], self._step.admit(row, sequence.request, prefilled))
         self.stats.prefill_s += clock() - began
 
-    def select(self, rows: list[int], newcomer: Sampling | None = None) -> None:
-        """Drop all rows but these; with a newcomer's parameters append a free row, which ``admit`` fills.
+    def select(self, rows: list[int], newcomer: Request | None = None) -> None:
+        """Drop all rows but these; with a newcomer append a free row for it, which ``admit`` fills.
 
         Between two calls of ``advance``, where ``can_select``.
         """
         held = [self.sequences.rows[row] for row in rows]
-        sampling = [sequence.request.sampling for sequence in held]
+        requests = [sequence.request for sequence in held]
         if newcomer is not None:
-            rows, sampling = [*rows, rows[0] if rows else 0], [*sampling, newcomer]
-            held.append(Sequence(EMPTY, reason=EMPTY.problem))
-        self._step, self.sequences.rows = self._step.select(rows, sampling), held
+            rows, requests = [*rows, rows[0] if rows else 0], [*requests, newcomer]
+            held.append(Text(EMPTY, reason=EMPTY.problem))
+        self._step, self.sequences.rows = self._step.select(rows, requests), held
 
     @property
     def can_select(self) -> bool:
-        """Whether ``select`` may be called now: every step is read at once, and the drafter's run allows it.
-
-        A logits processor belongs to the rows as they are.
-        """
-        can_select = self._step.run.can_select and self.batch.processor is None
-        return can_select and self.step_cache is None and not self._is_pipelined()
+        """Whether ``select`` may be called now: every step is read at once, and the drafter's run allows it."""
+        return self._step.run.can_select and self.step_cache is None and not self._is_pipelined()
 
     @property
     def state(self) -> DecodeState:
@@ -204,9 +191,9 @@ class DecodeLoop:
         logprobs = [sequence.logprobs for sequence in sequences] if has_logprobs else None
         return Generation([sequence.tokens for sequence in sequences], report, logprobs)
 
-    def _next_sequences(self, count: int) -> list[Sequence]:
+    def _next_sequences(self, count: int) -> list[Text]:
         """Take the sequences of the next requests that can be run; the others have ended already."""
-        runnable: list[Sequence] = []
+        runnable: list[Text] = []
         while len(runnable) < count and (request := next(self.batch.requests, None)) is not None:
             sequence = self.sequences.add(request)
             if sequence.reason is None:
@@ -247,10 +234,10 @@ class DecodeLoop:
         step_s = self.lm.agreed(sum(time_s for _, time_s in seconds))
         policy.observe([count for count in committed if count], step_s if result.is_steady else None)
 
-    def _begin(self, sequences: list[Sequence], rows: list[int], logits: Tensor) -> None:
+    def _begin(self, sequences: list[Text], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""
-        raw = self._step.raw_logits(logits)[: len(logits), None]
-        tokens = self._step.first_tokens(torch.tensor(rows, device=self._device), logits)
+        raw = logits[:, None]
+        tokens, logits = self._step.first_tokens(torch.tensor(rows, device=self._device), logits)
         for sequence, row in zip(sequences, rows, strict=True):
             self.sequences.begin(sequence, row)
         self.is_started, top = True, self.sequences.wanted.top_logprobs
@@ -266,7 +253,8 @@ class DecodeLoop:
         state.fixed_shapes = not host_can_read(state.lengths)  # captured steps must not grow
         options: dict[str, Any] = {
             "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,
-            "most_stops": self.batch.most_stops, "processor": self.batch.processor,
+            "max_length": self.max_length(policy), "most_stops": self.batch.most_stops,
+            "processor": self.batch.processor,
         }  # fmt: skip
         if self.step_cache is None:
             return DecodeStep(self.lm, state, **options)

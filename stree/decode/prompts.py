@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
-__all__ = ["token_ids", "token_lists"]
+from torch import Tensor
+
+from stree.models.state import DecodeState
+
+__all__ = ["PrefilledPrompt", "token_ids", "token_lists"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefilledPrompt:
+    """A prompt that was run.
+
+    Attributes:
+        state: of one row, of the sizes of the step's.
+        logits: float[1, vocab], the target's for the first new token.
+        hidden: float[1, n, layers, hidden], hidden states of the prompt that the drafter reads, or None.
+    """
+
+    state: DecodeState
+    logits: Tensor
+    hidden: Tensor | None
 
 
 def token_lists(prompts: Any, attention_mask: Any = None) -> Sequence[Any] | Iterator[Any]:

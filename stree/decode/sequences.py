@@ -12,11 +12,11 @@ from stree.decode.logprobs import TokenLogprob, read_logprobs
 from stree.decode.request import Observer, Request
 from stree.decode.step_result import Wanted
 
-__all__ = ["Sequence", "Sequences"]
+__all__ = ["Sequences", "Text"]
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class Text:
     """The text of one request.
 
     Attributes:
@@ -59,8 +59,8 @@ class Sequences:
     """
 
     def __init__(self, cancelled: Callable[[Request], bool] | None = None) -> None:
-        self.all: list[Sequence] = []
-        self.rows: list[Sequence] = []
+        self.all: list[Text] = []
+        self.rows: list[Text] = []
         self._cancelled = cancelled
 
     @property
@@ -84,12 +84,12 @@ class Sequences:
             trees=any(sequence.request.needs_trees for sequence in running),
         )
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request) -> Text:
         """Append the sequence of a request; one that cannot be run has ended already."""
-        self.all.append(Sequence(request, reason=request.problem))
+        self.all.append(Text(request, reason=request.problem))
         return self.all[-1]
 
-    def begin(self, sequence: Sequence, row: int) -> None:
+    def begin(self, sequence: Text, row: int) -> None:
         """Place a sequence in a row of the batch."""
         self.rows[row] = sequence
         if sequence.request.streamer is not None:
@@ -160,7 +160,7 @@ class Sequences:
             if sequence.reason is None:
                 self._end(sequence, "cancelled")
 
-    def _end(self, sequence: Sequence, reason: str) -> None:
+    def _end(self, sequence: Text, reason: str) -> None:
         sequence.reason = reason
         if sequence.request.streamer is not None:
             sequence.request.streamer.end()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -18,38 +18,24 @@ from torch import Tensor
 
 from stree.decode import debug
 from stree.decode.cuda_graphs import Graphs
-from stree.decode.logits_processors import NodeProcessor
+from stree.decode.logits_processors import NodeProcessor, TreeProcessing
+from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Request
 from stree.decode.step_result import LaunchedStep, StepResult, Wanted
 from stree.decode.timing import StepTimer
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
 from stree.growth import Growth
 from stree.kernels.dispatch import host_can_read
-from stree.kernels.step.bookkeeping import Texts, emit
+from stree.kernels.step.texts import Seen, Texts, emit
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
-from stree.sampling import BatchSampling, Random, Sampling
+from stree.sampling import BatchSampling, Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, accept
 
-__all__ = ["DecodeStep", "Prefilled"]
+__all__ = ["DecodeStep"]
 
 logger = logging.getLogger("stree")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prefilled:
-    """A prompt that was run.
-
-    Attributes:
-        state: of one row, of the sizes of the step's.
-        logits: float[1, vocab], of the first new token.
-        hidden: float[1, n, layers, hidden], hidden states of the prompt that the drafter reads, or None.
-    """
-
-    state: DecodeState
-    logits: Tensor
-    hidden: Tensor | None
 
 
 class DecodeStep:
@@ -62,12 +48,14 @@ class DecodeStep:
         state: its state, empty.
         sampling: how the tokens of each row are drawn; written when a sequence begins.
         verifier: see ``stree.accept``.
+        max_length: most tokens of a text.
         most_stops: most stop tokens of a sequence.
-        processor: of the logits that ``lm`` gives, or None; it learns which request each row holds.
+        processor: of the logits of target and draft model, or None; it learns which request each row holds.
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.
-        texts: pending tokens, counts, limits and stop tokens of each row.
+        texts: of each row, with its limit and stop tokens.
+        seen: the texts as the present step found them.
         run: the drafter's run for the same sequences, from ``fill`` on.
         problem: why decoding went on without the drafter, or None.
         hidden_layers: layers of the target whose hidden states the drafter reads, or None.
@@ -79,17 +67,15 @@ class DecodeStep:
     graphs: Graphs | None = None
 
     def __init__(
-        self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str, most_stops: int = 0,
-        processor: NodeProcessor | None = None,
+        self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str, max_length: int,
+        most_stops: int = 0, processor: NodeProcessor | None = None,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
-        self._processor = processor
-        zeros = torch.zeros(len(state.lengths), dtype=torch.long, device=state.lengths.device)
-        self._seeds = zeros.clone()
-        self.rng = Random(self._seeds, zeros.clone(), zeros.clone())
-        stop = zeros.new_full((len(zeros), most_stops), -1)
-        self.texts = Texts(zeros.clone(), zeros.clone(), zeros.clone(), torch.ones_like(zeros, dtype=torch.bool), stop)
-        self._roots = zeros.clone()  # of the present step's trees
+        self._processing = TreeProcessing(processor)
+        self.texts = Texts.empty(len(state.lengths), max_length, most_stops, state.lengths.device)
+        self.seen = Seen.of(self.texts)
+        self._seeds = torch.zeros_like(self.texts.lengths)
+        self.rng = Random(self._seeds, self._seeds.clone(), self.seen.lengths)
         self._is_filled, self._is_debug = False, debug.checks_memory()
         self.hidden_layers: Sequence[int] | None = None  # that the drafter reads
         self._growth: tuple[Growth | None, Growth | None] = None, None  # the last one, and bound to the sampling
@@ -99,16 +85,8 @@ class DecodeStep:
         step = self._launch(self._bound(growth), budget, needs_logits=wanted.needs_logits)
         result = step.to_host(wanted)
         if self._is_debug:
-            self._check_and_poison(step)
+            debug.check_and_poison(step, self.texts, self.rng.seed, self.rng.sequences, self.state.lengths)
         return result
-
-    def _check_and_poison(self, step: LaunchedStep) -> None:
-        """Check that the step's parts share no memory, and overwrite what is over."""
-        texts = self.texts, self._seeds, self.rng.sequences, self.state.lengths
-        logits = step.logits, step.path_logits, step.raw_path_logits
-        debug.check_owners(texts=texts, draft=step.draft, logits=logits, acceptance=step.acceptance, report=step.report)
-        probs = None if step.draft.probs is None else step.draft.probs.probs
-        debug.poison(step.draft.tree.tokens, step.draft.values, probs, logits, step.acceptance, step.report)
 
     def _bound(self, growth: Growth | None) -> Growth | None:
         """Bind a growth to the batch's sampling parameters; the same object for the same growth."""
@@ -127,10 +105,10 @@ class DecodeStep:
 
     def _verify(self, draft: Draft, timer: StepTimer, *, needs_logits: bool) -> LaunchedStep:
         """Do the target's part of a step: verify, accept, commit, emit."""
-        logits, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
+        raw, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
+        logits = self._processing.target(self.seen, draft.tree, raw)
         timer.lap("verify_s")
-        rng = self.rng if self.sampling.is_greedy else self._rng_now()
-        acceptance = accept(draft.tree, logits, self.sampling, rng, draft.probs, self.verifier, draft.max_depth)
+        acceptance = accept(draft.tree, logits, self.sampling, self.rng, draft.probs, self.verifier, draft.max_depth)
         acceptance = replace(acceptance, path_lengths=acceptance.path_lengths.masked_fill(self.texts.is_finished, 0))
         if hidden is not None:
             path = acceptance.path.clamp(min=0).long()[..., None, None]
@@ -139,32 +117,23 @@ class DecodeStep:
         report = self._emit(draft.tree, acceptance, logits)
         timer.lap("accept_s")
         # A text that ends within the path is committed up to its last token, which is pending.
-        self.lm.commit(self.state, acceptance.path, acceptance.path_lengths.minimum(report[:, -3].int()))
+        lengths = acceptance.path_lengths.minimum(report[:, -3].int())
+        if not self.sampling.is_greedy:
+            self._processing.refuse_path_ends(logits, acceptance.path, lengths)
+        self.lm.commit(self.state, acceptance.path, lengths)
         timer.lap("commit_s")
         on_path = raw_on_path = None
         if needs_logits:
-            path, raw = acceptance.path.clamp(min=0).long()[..., None], self.raw_logits(logits)
+            path = acceptance.path.clamp(min=0).long()[..., None]
             on_path = raw_on_path = logits.take_along_dim(path, 1)
             if raw is not logits:
                 raw_on_path = raw.take_along_dim(path, 1)
         kept = logits if self._is_debug else None
         return LaunchedStep(draft, acceptance, on_path, raw_on_path, report, timer, logits=kept)
 
-    def _pending(self) -> Tensor:
-        """Copy the pending tokens, int64[batch], of which ``emit`` writes the next ones in their place.
-
-        The copies of all steps are in one place, where captured work reads them.
-        """
-        return self._roots.copy_(self.texts.pending)
-
-    def _rng_now(self) -> Random:
-        """Return the random numbers at the present lengths, which are copied: ``commit`` advances them in place."""
-        return self.rng.at(self.state.lengths.to(torch.long, copy=True))
-
-    def raw_logits(self, logits: Tensor) -> Tensor:
-        """Return the target's last logits before logits processors, where there are any."""
-        raw: Tensor = getattr(self.lm, "raw_logits", logits)
-        return raw
+    def _rng_at_ends(self) -> Random:
+        """Return the random numbers at the ends of the texts, which are copied: ``emit`` advances them in place."""
+        return self.rng.at(self.texts.lengths.clone())
 
     def _recorded(self, run: Callable[..., Any], *inputs: Any) -> tuple[Tensor, Tensor | None]:
         """Run the target; return logits, and the hidden states that the drafter reads, or None where it reads none."""
@@ -175,11 +144,12 @@ class DecodeStep:
 
     def _propose(self, growth: Growth | None, budget: int) -> Draft:
         """Let the drafter propose; where it fails, decoding goes on without it."""
+        self.seen.update(self.texts)
         try:
-            return self.run.propose(self._pending(), growth, budget)
+            return self.run.propose(self.seen.pending, growth, budget)
         except Exception as problem:
             self._decode_without_drafter(problem)
-            return self.run.propose(self._pending(), None, 1)
+            return self.run.propose(self.seen.pending, None, 1)
 
     def _observe(self, acceptance: Acceptance) -> None:
         """Pass the accepted paths to the drafter; where it fails, decoding goes on without it."""
@@ -189,7 +159,7 @@ class DecodeStep:
             self._decode_without_drafter(problem)
 
     def _emit(self, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> Tensor:
-        """Append the accepted tokens, cut at stops and limits: see `stree.kernels.step.bookkeeping.emit`.
+        """Append the accepted tokens, cut at stops and limits: see `stree.kernels.step.texts.emit`.
 
         ``accept`` has checked the logits where the host can read them; elsewhere the report says what it would refuse.
         """
@@ -205,7 +175,11 @@ class DecodeStep:
             raise problem
         logger.warning("the drafter failed, decoding goes on without it: %s: %s", type(problem).__name__, problem)
         self.problem = problem
-        self.run = NoDrafter().start(self.lm.vocab_size, [], self.rng)
+        self._use(NoDrafter().start(self.lm.vocab_size, [], self.rng))
+
+    def _use(self, run: DraftRun) -> None:
+        """Let a run draft, with the batch's logits processor."""
+        self.run, run.processor = run, self._processing.draft(self.seen)
 
     def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """Prefill a text in every row, in place of those that were there.
@@ -228,16 +202,17 @@ class DecodeStep:
         if self._is_filled and self.run.can_restart:
             self.run.restart(prompts)
         else:
-            self.run = drafter.start(self.lm.vocab_size, prompts, self._rng_now())
-            if not isinstance(self.run, DraftRun):
+            run = drafter.start(self.lm.vocab_size, prompts, self._rng_at_ends())
+            if not isinstance(run, DraftRun):
                 what = f"{type(drafter).__name__}.start must return a stree.drafters.DraftRun"
-                raise TypeError(f"{what}, got {type(self.run).__name__}")
+                raise TypeError(f"{what}, got {type(run).__name__}")
+            self._use(run)
         if hidden is not None:
             self.run.read_prompts(range(len(prompts)), hidden)
         self._is_filled = True
         return logits
 
-    def admit(self, row: int, request: Request, prefilled: Prefilled | None = None) -> Tensor:
+    def admit(self, row: int, request: Request, prefilled: PrefilledPrompt | None = None) -> Tensor:
         """Begin another text in a row whose own has ended; return float[1, vocab] logits of its first token.
 
         Its prompt is run, unless it was run before into a state of one row and the same sizes.
@@ -256,34 +231,42 @@ class DecodeStep:
             self.run.read_prompts([row], hidden)
         return logits
 
-    def select(self, rows: Sequence[int], sampling: Sequence[Sampling]) -> DecodeStep:
+    def select(self, rows: Sequence[int], requests: Sequence[Request]) -> DecodeStep:
         """Return a step of some rows, between two steps; this one is not used again.
 
         Args:
             rows: of this batch; one that occurs twice is given another text by ``admit`` the second time.
-            sampling: the parameters of each.
+            requests: what each of them holds from now on.
         """
         other, index = copy(self), torch.tensor(rows, device=self._seeds.device)
-        other.state, other._seeds, other._roots = self.state.select(index), self._seeds[index], self._roots[index]
-        other.rng = Random(other._seeds, self.rng.sequences[index], torch.zeros_like(other._seeds))
+        other.state, other._seeds = self.state.select(index), self._seeds[index]
         other.texts = Texts(*(getattr(self.texts, part.name)[index] for part in fields(Texts)))
-        other.sampling, other._growth = BatchSampling({*sampling}, len(rows), index.device), (None, None)
-        for row, parameters in enumerate(sampling):
-            other.sampling.write(row, parameters)
-        other.run = self.run.select(index, other._rng_now())
+        other.seen = Seen.of(other.texts)
+        other.rng = Random(other._seeds, self.rng.sequences[index], other.seen.lengths)
+        kinds = {request.sampling for request in requests}
+        other.sampling, other._growth = BatchSampling(kinds, len(rows), index.device), (None, None)
+        for row, request in enumerate(requests):
+            other._write_rules(row, request)
+        other._use(self.run.select(index, other._rng_at_ends()))
         return other
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Let the drafter allocate its state; with ``begins`` the first step drafts."""
         self.run.reserve(max_length, self._bound(growth), budget, begins=begins)
 
-    def first_tokens(self, rows: Tensor, logits: Tensor) -> list[int]:
+    def first_tokens(self, rows: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
         """Draw the tokens after the prompts of int64[count] rows from float[count, vocab] logits; make them pending.
+
+        Returns:
+            The tokens, and the logits that they were drawn from.
 
         Raises:
             ValueError: logits that have no distribution.
         """
-        sampling, rng = self.sampling.select(rows), self._rng_now().select(rows)
+        sampling, rng = self.sampling.select(rows), self._rng_at_ends().select(rows)
+        logits = self._processing.first(self.texts, rows, logits)
+        if not self.sampling.is_greedy:
+            self._processing.refuse_ends(logits, rows)
         if not bool(sampling.has_distribution(logits).all()):
             kind = "NaN" if bool(logits.isnan().any()) else "infinite"
             raise ValueError(f"the target's logits are {kind} after the prompt")
@@ -291,9 +274,8 @@ class DecodeStep:
             tokens = logits.argmax(-1)
         else:
             tokens = rng.choice("target", sampling.probs(logits), torch.zeros_like(rows))
-        self.texts.pending[rows] = tokens
-        self.texts.num_new[rows] = 1
-        return tokens.tolist()
+        self.texts.pending[rows] = self.texts.tokens[rows, self.texts.lengths[rows]] = tokens
+        return tokens.tolist(), logits
 
     def set_finished(self, row: int, *, is_finished: bool = True) -> None:
         """Make a sequence inactive, or active, from the next step on."""
@@ -301,11 +283,15 @@ class DecodeStep:
 
     def _write(self, row: int, request: Request) -> None:
         """Write what a request asks for to its row; in place, as captured steps and the drafter read these tensors."""
-        stops = sorted(request.stop_token_ids)
-        if self._processor is not None:
-            self._processor.begin(row, request.processors)
-        self.sampling.write(row, request.sampling)
+        texts, stops, length = self.texts, sorted(request.stop_token_ids), len(request.prompt)
+        self._write_rules(row, request)
         self._seeds[row] = (request.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self.rng.sequences[row] = request.sequence
-        self.texts.limit[row] = request.max_new_tokens
-        self.texts.stop[row] = torch.tensor(stops + [-1] * (self.texts.stop.shape[1] - len(stops)))
+        texts.tokens[row, :length] = torch.tensor(request.prompt)
+        texts.lengths[row], texts.limit[row] = length, length + request.max_new_tokens
+        texts.stop[row] = torch.tensor(stops + [-1] * (texts.stop.shape[1] - len(stops)))
+
+    def _write_rules(self, row: int, request: Request) -> None:
+        """Write how the tokens of a row are drawn."""
+        self._processing.begin(row, request.processors)
+        self.sampling.write(row, request.sampling)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from stree.distill.folder import reading
-from stree.distill.text import Text, pack
+from stree.distill.text import Corpus, pack
 from stree.drafters import NoDrafter
 from stree.files import replacing
 from stree.generation import generate
@@ -26,7 +26,7 @@ __all__ = ["Writing", "draw_prompts", "write_continuations"]
 PROMPT_LENGTH = 32
 
 
-def draw_prompts(text: Text, count: int, length: int, rng: np.random.Generator) -> list[list[int]]:
+def draw_prompts(text: Corpus, count: int, length: int, rng: np.random.Generator) -> list[list[int]]:
     """Draw beginnings: a short document whole, of a longer one some tokens from a random place.
 
     Args:
@@ -93,7 +93,7 @@ class Writing:
         return length, new_tokens
 
 
-def write_continuations(lm: TreeLM, text: Text, path: Path, writing: Writing, *, resume: bool = False) -> np.ndarray:
+def write_continuations(lm: TreeLM, text: Corpus, path: Path, writing: Writing, *, resume: bool = False) -> np.ndarray:
     """Continue prompts with the target until there is enough text; a stop token ends a continuation.
 
     Args:

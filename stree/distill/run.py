@@ -22,7 +22,7 @@ from stree.distill.heads.network import HeadNetwork, Outputs, head_loss, outputs
 from stree.distill.network import build, check_forward, drafter_config, use_training_forward
 from stree.distill.report import card, measure_probs, measure_tau
 from stree.distill.settings import Settings
-from stree.distill.text import Batches, Text, encode, hold_out
+from stree.distill.text import Batches, Corpus, encode, hold_out
 from stree.distill.training import Budget, Logits, compiler, distill_loss, matmul_dtype, probs_of, text_loss, train
 from stree.drafters import ModelDrafter, load
 from stree.files import alone_in
@@ -84,7 +84,7 @@ def distill_drafter(
     with alone_in(folder.path):
         folder = RunFolder(out, resume=resume, force=force)  # another run may have come and gone since
         folder.claim(about)
-        text = Text({"text": train_stream}, {"text": 1.0}, separator=separator)
+        text = Corpus({"text": train_stream}, {"text": 1.0}, separator=separator)
         if isinstance(drafter, HeadNetwork):
             outputs = outputs_of(target, drafter.hidden_layers)
             stages, generated = fit_head(target, outputs, drafter, text, settings, folder.checkpoints, resume=resume)
@@ -130,7 +130,7 @@ def fit(
     target: TreeLM,
     probs: Logits,
     drafter: PreTrainedModel,
-    text: Text,
+    text: Corpus,
     settings: Settings,
     folder: Path,
     *,
@@ -168,7 +168,7 @@ def fit_head(
     target: TreeLM,
     outputs: Outputs,
     head: HeadNetwork,
-    text: Text,
+    text: Corpus,
     settings: Settings,
     folder: Path,
     *,
@@ -207,10 +207,10 @@ def _plan(settings: Settings) -> tuple[Budget, Writing, Budget]:
     return ("seconds", on_text), replace(writing, seconds=spent), ("seconds", seconds - spent - on_text)
 
 
-def _with_generated(text: Text, generated: np.ndarray, share: float) -> Text:
+def _with_generated(text: Corpus, generated: np.ndarray, share: float) -> Corpus:
     """Add what the target wrote, with its share of the windows."""
     whole = sum(text.shares.values())
-    return Text(
+    return Corpus(
         {**text.streams, "generated": generated},
         {**{kind: part * (1 - share) / whole for kind, part in text.shares.items()}, "generated": share},
         {**text.passes, "generated": GENERATED_PASSES},

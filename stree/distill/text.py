@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Batches", "Text", "check_length", "encode", "hold_out", "pack"]
+__all__ = ["Batches", "Corpus", "check_length", "encode", "hold_out", "pack"]
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_WINDOWS = 32  # at most
@@ -18,7 +18,7 @@ AT_ONCE = 64  # texts that are tokenised together
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class Corpus:
     """What to train on.
 
     Attributes:
@@ -120,7 +120,7 @@ class Batches:
         ValueError: every stream is shorter than a window.
     """
 
-    def __init__(self, text: Text, length: int, seed: int) -> None:
+    def __init__(self, text: Corpus, length: int, seed: int) -> None:
         self.text, self.length, self.seed = text, length, seed
         self.kinds = [kind for kind, stream in text.streams.items() if len(stream) > length]
         if not self.kinds:

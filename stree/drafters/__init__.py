@@ -3,15 +3,24 @@
 A drafter of your own derives from ``Drafter``, and the run that its ``start`` returns from ``DraftRun``.
 """
 
-from stree.drafters.base import Capture, Draft, Drafter, DraftRun, padded_prompts
+from stree.drafters.base import (
+    Capture,
+    Draft,
+    Drafter,
+    DraftRun,
+    TreeProcessor,
+    check_vocabulary,
+    padded_prompts,
+    root_column,
+)
 from stree.drafters.fused import FusedDrafter
 from stree.drafters.head import HeadDrafter
 from stree.drafters.loading import load
-from stree.drafters.model import ModelDrafter, check_vocabulary
+from stree.drafters.model import ModelDrafter
 from stree.drafters.none import NoDrafter
 from stree.drafters.suffix import SuffixDrafter
 
 __all__ = [
     "Capture", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HeadDrafter", "ModelDrafter", "NoDrafter",
-    "SuffixDrafter", "check_vocabulary", "load", "padded_prompts",
+    "SuffixDrafter", "TreeProcessor", "check_vocabulary", "load", "padded_prompts", "root_column",
 ]  # fmt: skip

@@ -15,7 +15,10 @@ from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs
 
-__all__ = ["Capture", "Draft", "DraftRun", "Drafter", "padded_prompts"]
+__all__ = [
+    "Capture", "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "in_turn", "padded_prompts",
+    "root_column",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +52,10 @@ class Draft:
 Capture = Callable[["DraftRun", str, Callable[[], Any]], tuple[Any, bool]]
 
 
+# Changes the last columns' float[batch, columns, vocab] logits of a draft model's own tree: see ``root_column``.
+TreeProcessor = Callable[[TokenTree, Tensor], Tensor]
+
+
 class DraftRun:
     """Drafting for one batch of texts; a subclass needs ``propose`` and ``observe``, the rest is optional.
 
@@ -65,6 +72,7 @@ class DraftRun:
         can_replay_proposals: ``propose`` alone can be captured too; ``last_proposal`` holds all that ``observe`` reads.
         last_proposal: what ``observe`` reads of the last proposal; set when a captured proposal is replayed.
         capture: captures device work of a run that as a whole runs on the host; None where nothing is captured.
+        processor: processes a draft model's logits as the target's are; None where these are not processed.
     """
 
     can_admit: bool = False
@@ -76,6 +84,7 @@ class DraftRun:
     can_replay_proposals: bool = False
     last_proposal: Any = None
     capture: Capture | None = None
+    processor: TreeProcessor | None = None
 
     @property
     def version(self) -> int:
@@ -194,7 +203,7 @@ class Drafter:
         return None
 
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> Drafter:
-        """Return this drafter with ``change`` applied to its models, such as a logits processor behind them."""
+        """Return this drafter with ``change`` applied to its models, such as one that trims their vocabulary."""
         return self
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
@@ -204,6 +213,40 @@ class Drafter:
             ValueError: the drafter's vocabulary is not of the target's size.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement start")
+
+
+def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:
+    """Refuse a draft model of another number of logits than the target's; ``load`` gives it the target's where it can.
+
+    Raises:
+        ValueError: the numbers differ.
+    """
+    if lm.vocab_size != vocab_size:
+        raise ValueError(
+            f"drafter and target must share one vocabulary: the drafter has {lm.vocab_size} tokens, "
+            f"the target {vocab_size}"
+        )
+
+
+def root_column(tree: TokenTree) -> Tensor:
+    """Return the column of the root in a draft model's own trees, int64[batch].
+
+    It is 1 where the tree begins with the last token before the pending one, as the model has not run that yet, and 0
+    elsewhere, where column 1 is padding.
+    """
+    return (tree.parents[:, 1] >= 0).long()
+
+
+def in_turn(*processors: TreeProcessor | None) -> TreeProcessor | None:
+    """Return a processor that calls some others one after the other; None where all of them are."""
+    present = [processor for processor in processors if processor is not None]
+
+    def process(tree: TokenTree, logits: Tensor) -> Tensor:
+        for processor in present:
+            logits = processor(tree, logits)
+        return logits
+
+    return process if present else None
 
 
 def padded_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from stree.drafters.draft_state import DraftState
 from stree.growth import Plan
 from stree.kernels.dispatch import host_bound
 from stree.models.heads.dflash import OneShotHead
-from stree.models.heads.dflash_head import BlockCache, Slots
+from stree.models.heads.dflash_head import BlockCache, BlockSlots
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
@@ -38,7 +38,7 @@ class BlockState(DraftState):
         prompts: of the first texts.
     """
 
-    _slots: Slots  # of the tree that grows
+    _slots: BlockSlots  # of the tree that grows
 
     def __init__(self, head: OneShotHead, prompts: Sequence[Sequence[int]]) -> None:
         self.head = head

@@ -12,15 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from stree.checks import check_shares
-from stree.drafters.base import Draft, Drafter, DraftRun, padded_prompts
+from stree.drafters.base import Draft, Drafter, DraftRun, in_turn, padded_prompts
 from stree.drafters.budget_split import draws_by_value, retrieved_share
-from stree.drafters.hiding import HidingLM, has_share
+from stree.drafters.hiding import Hiding, has_share
 from stree.drafters.host_copies import AcceptedTokens
 from stree.drafters.merge import append_best, keep_best, with_delta
 from stree.drafters.retrieval_calibration import RetrievalCalibration
@@ -91,16 +90,9 @@ class FusedDrafter(Drafter):
         Raises:
             TypeError: a part whose tree cannot be extended.
         """
-        drafting, retrieving, hiding = self.first, self.second, list[HidingLM]()
-        if self.second.models:
-
-            def hide(lm: TreeLM) -> TreeLM:
-                hiding.append(HidingLM(lm))
-                return cast(TreeLM, hiding[-1])
-
-            drafting, retrieving = self.second.with_model(hide), self.first
-        run = _FusedRun((drafting, retrieving), vocab_size, prompts, rng, self.least_value, self.least_share)
-        run.hiding = hiding[0] if hiding else None
+        parts = (self.second, self.first) if self.second.models else (self.first, self.second)
+        run = _FusedRun(parts, vocab_size, prompts, rng, self.least_value, self.least_share)
+        run.hiding = Hiding() if self.second.models else None
         return run
 
 
@@ -119,11 +111,11 @@ class _FusedRun(DraftRun):
         least_share: likewise.
 
     Attributes:
-        hiding: the model of the drafting run, where retrieved nodes are tested first; else None.
+        hiding: hides retrieved tokens from the drafting run's model, where they are tested first; else None.
     """
 
     can_restart = True
-    hiding: HidingLM | None = None
+    hiding: Hiding | None = None
 
     def __init__(
         self,
@@ -166,6 +158,7 @@ class _FusedRun(DraftRun):
             # Tokens that are hidden from the model must be in the tree: the best ones, as many as certainly fit.
             is_kept[:, 1:] &= is_kept[:, 1:].cumsum(1) <= share[:, None]
             self.hiding.hide(retrieved.tree, is_kept, growth, self._least_share)
+        self._drafting.processor = in_turn(self.processor, self.hiding)
         # What is hidden is chosen on the host, so such a draft cannot be replayed.
         capture = None if self.hiding is not None else self.capture
         draft = self._drafting.propose_captured(pending, growth, own, capture)

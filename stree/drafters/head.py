@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Self, cast
 
 from torch import Tensor
 
-from stree.drafters.base import Draft, Drafter
+from stree.drafters.base import Draft, Drafter, check_vocabulary
 from stree.drafters.block_state import BlockState, within_block
 from stree.drafters.head_state import HeadState
-from stree.drafters.model import _ModelRun, check_vocabulary
+from stree.drafters.model import _ModelRun
 from stree.drafters.slot_state import SlotState
 from stree.growth import Calibrated, Growth, Plan
 from stree.models.heads.causal import CausalHead
@@ -46,7 +46,6 @@ class HeadDrafter(Drafter):
         if not isinstance(head, (CausalHead, OneShotHead)):
             raise TypeError(f"head must be a draft head, as stree.heads.load returns, got {type(head).__name__}")
         self.head = head if vocab is None else head.trimmed(vocab)
-        self._change: Callable[[TreeLM], TreeLM] = lambda lm: lm
         if isinstance(head, OneShotHead):
             self.default_growth = Calibrated(depth=head.num_drafted)
 
@@ -60,23 +59,17 @@ class HeadDrafter(Drafter):
         """Layers of the target whose hidden states the head reads."""
         return self.head.hidden_layers
 
-    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> HeadDrafter:
-        """Return a drafter over ``change`` of what scores its trees."""
-        other = HeadDrafter(self.head)
-        other._change = lambda lm: change(self._change(lm))
-        return other
-
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
         """Begin a run, which needs the target's hidden states of the prompts."""
         check_vocabulary(self.models[0], vocab_size)
         if isinstance(self.head, SpecBlockHead):
             slots = SlotState(self.head, prompts)
-            return _SlotRun(self._change(cast(TreeLM, slots)), slots, rng)
+            return _SlotRun(cast(TreeLM, slots), slots, rng)
         if isinstance(self.head, CausalHead):
             state = HeadState(self.head, prompts)
-            return _HeadRun(self._change(cast(TreeLM, state)), state, rng)
+            return _HeadRun(cast(TreeLM, state), state, rng)
         block = BlockState(self.head, prompts)
-        return _BlockRun(self._change(cast(TreeLM, block)), block, rng)
+        return _BlockRun(cast(TreeLM, block), block, rng)
 
 
 class _HeadRun(_ModelRun):
@@ -86,11 +79,6 @@ class _HeadRun(_ModelRun):
 
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
         self._state.read_prompts(rows, hidden)
-
-    @property
-    def can_select(self) -> bool:  # type: ignore[override]
-        """Rows can be selected unless something, such as a logits processor, is between the state and the tree."""
-        return self._lm is cast(TreeLM, self._state)
 
     def select(self, rows: Tensor, rng: Random) -> Self:
         other = super().select(rows, rng)

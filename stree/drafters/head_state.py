@@ -90,7 +90,7 @@ class HeadState(DraftState):
 
     def commit(self, accepted: Acceptance, columns: Tensor, selected: Tensor | None, num_run: int) -> None:
         """Drop the tree; ``follow`` runs the accepted tokens with the target's features."""
-        self.decode_state.pending = None
+        self.decode_state.pending_tree = None
 
     def commit_later(self, tokens: Tensor, lengths: Tensor) -> None:
         """Do nothing: ``follow`` reads all accepted tokens."""

@@ -1,59 +1,43 @@
-"""A draft model from whose distribution retrieved first tokens are removed, for trees that test those tokens first."""
+"""Retrieved first tokens are removed from a draft model's distribution, for trees that test those tokens first."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from stree.drafters.base import root_column
 from stree.growth import Growth
-from stree.models.tree_lm import TreeLM
-from stree.sampling import AnySampling, Sampling
+from stree.sampling import Sampling
 from stree.tree import TokenTree
 
-__all__ = ["HidingLM", "has_share"]
+__all__ = ["Hiding", "has_share"]
 
 UNLIKELY = -1e30  # logit of a hidden token: its probability is 0 unless nothing else is left, and then no NaN
 
 
-class HidingLM:
-    """A draft model whose distribution after the root excludes the first tokens that were retrieved.
+class Hiding:
+    """Processes a draft model's logits so that no first token that was retrieved is drawn after the root.
 
     Its tree then grows beside the retrieved one: no token is a child of the root twice.
 
-    Args:
-        lm: the draft model.
-
     Attributes:
-        shown: bool[batch, n], the retrieved nodes that stay; the first call of a tree prunes them.
+        shown: bool[batch, n], the retrieved nodes that stay; the first call for a tree prunes them.
     """
 
     shown: Tensor
-
-    def __init__(self, lm: TreeLM) -> None:
-        self._lm = lm
-        self._retrieved: TokenTree | None = None
-        self._sampling: AnySampling = Sampling()
-        self._least_share = 0.0
-
-    def __getattr__(self, name: str) -> Any:
-        """Delegate everything else to the model."""
-        return getattr(self._lm, name)
+    _retrieved: TokenTree
 
     def hide(self, tree: TokenTree, is_kept: Tensor, growth: Growth | None, least_share: float) -> None:
         """Hide the first tokens of bool[batch, n] nodes of a retrieved tree while the next tree is drafted."""
         self._retrieved, self.shown, self._kept = tree, is_kept, is_kept
         self._sampling, self._least_share = Sampling() if growth is None else growth.sampling, least_share
 
-    def verify(self, state: Any, tree: TokenTree, first: int = 0) -> Tensor:
-        """Score a tree; its first call (``first=0``) scores the root."""
-        logits = self._lm.verify(state, tree, first)
-        if first or self._retrieved is None:
+    def __call__(self, tree: TokenTree, logits: Tensor) -> Tensor:
+        """Hide tokens in a tree's first call, which scores the root; logits are float[batch, columns, vocab]."""
+        if logits.shape[1] < tree.tokens.shape[1]:
             return logits
         if not self._sampling.is_greedy:
-            # The model's tree begins with its last leaf and the root, or with the root and padding.
-            root = (tree.parents[:, 1] >= 0).long()
+            root = root_column(tree)
             probs = self._sampling.draft_probs(logits[torch.arange(len(root), device=root.device), root])[0]
             self.shown = self._kept & has_share(self._retrieved, probs, self._least_share)
         is_first = self.shown & (self._retrieved.depths == 1)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from stree.drafters.base import Drafter
+from stree.drafters.base import Drafter, check_vocabulary
 from stree.drafters.fused import FusedDrafter
 from stree.drafters.head import HeadDrafter
-from stree.drafters.model import ModelDrafter, check_vocabulary
+from stree.drafters.model import ModelDrafter
 from stree.drafters.none import NoDrafter
 from stree.drafters.suffix import SuffixDrafter
 from stree.models.common_vocabulary import in_vocabulary_of

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from stree.drafters.base import Draft, Drafter, DraftRun
+from stree.drafters.base import Draft, Drafter, DraftRun, check_vocabulary
 from stree.drafters.draft_state import DraftState
 from stree.drafters.draws import draft_probs
 from stree.drafters.growing import grow_heap, grow_layers
@@ -26,7 +26,7 @@ from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-__all__ = ["ModelDrafter", "check_vocabulary"]
+__all__ = ["ModelDrafter"]
 
 
 class ModelDrafter(Drafter):
@@ -62,19 +62,6 @@ class ModelDrafter(Drafter):
         """Begin a run; the draft model reads the prompts when the first tree is drafted."""
         check_vocabulary(self.lm, vocab_size)
         return _ModelRun(self.lm, DraftState(self.lm, prompts), rng)
-
-
-def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:
-    """Refuse a draft model of another number of logits than the target's; ``load`` gives it the target's where it can.
-
-    Raises:
-        ValueError: the numbers differ.
-    """
-    if lm.vocab_size != vocab_size:
-        raise ValueError(
-            f"drafter and target must share one vocabulary: the drafter has {lm.vocab_size} tokens, "
-            f"the target {vocab_size}"
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,11 +140,16 @@ class _ModelRun(DraftRun):
         return narrowed(growth.plan(budget))
 
     def _grow(self, grown: GrownTree, plan: Plan, sampling: AnySampling) -> tuple[Tensor | None, KeptSlots]:
-        run_frontier = partial(grown.run, self._lm, self._state.decode_state)
+        run_frontier = partial(grown.run, self._score)
         if plan.is_heap:
             return grow_heap(grown, plan, sampling, self._rng, run_frontier), []
         buffer = partial(self._probs_buffer, plan)
         return grow_layers(grown, plan, sampling, self._rng, self.acceptance_model, run_frontier, buffer)
+
+    def _score(self, tree: TokenTree, first: int) -> Tensor:
+        """Return the logits of the columns ``first``.. of the draft model's own tree, processed as the target's are."""
+        logits = self._lm.verify(self._state.decode_state, tree, first)
+        return logits if self.processor is None else self.processor(tree, logits)
 
     def _probs_buffer(self, plan: Plan, logits: Tensor) -> Tensor:
         """Memory for the distributions of a tree's nodes that are run: the same in every step."""
@@ -219,11 +211,11 @@ class _ModelRun(DraftRun):
     @property
     def last_proposal(self) -> tuple[_Proposed, TokenTree | None]:
         """What observing the last tree takes; set when a captured proposal is replayed."""
-        return self._proposed, self._state.decode_state.pending
+        return self._proposed, self._state.decode_state.pending_tree
 
     @last_proposal.setter
     def last_proposal(self, proposal: tuple[_Proposed, TokenTree | None]) -> None:
-        self._proposed, self._state.decode_state.pending = proposal
+        self._proposed, self._state.decode_state.pending_tree = proposal
         self._root = self._extension = None
 
     def leave(self, count: Tensor) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.drafters.base import Draft, Drafter, DraftRun
+from stree.drafters.base import Draft, Drafter, DraftRun, check_vocabulary
 from stree.drafters.draft_state import DraftState
-from stree.drafters.model import ModelDrafter, _ModelRun, check_vocabulary
+from stree.drafters.model import ModelDrafter, _ModelRun
 from stree.growth import Growth
 from stree.kernels.host_copies import side_stream
 from stree.kernels.step.bookkeeping import path_on_nodes

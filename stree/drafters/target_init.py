@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from stree.drafters.base import Draft, Drafter, DraftRun
+from stree.drafters.base import Draft, Drafter, DraftRun, in_turn
 from stree.drafters.model import ModelDrafter
 from stree.growth import Growth, TargetInit
 from stree.models.tree_lm import TreeLM
@@ -65,27 +64,23 @@ class TargetInitDrafter(Drafter):
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _TargetInitRun:
         """Begin a run, in which no distribution was left yet."""
-        model = _TargetInitLM(self.drafter.lm)
-        run = self.drafter.with_model(lambda _: cast(TreeLM, model)).start(vocab_size, prompts, rng)
-        return _TargetInitRun(run, model, len(prompts))
+        return _TargetInitRun(self.drafter.start(vocab_size, prompts, rng), len(prompts), self.drafter.lm.device)
 
 
-class _TargetInitLM:
-    """A draft model with given logits for the root of a tree: ``root_logits``, float[batch, vocab], unless None."""
+class _RootLogits:
+    """Processes a draft model's logits so that those of the root are given ones.
 
-    def __init__(self, lm: TreeLM) -> None:
-        self._lm = lm
-        self.root_logits: Tensor | None = None
+    Attributes:
+        logits: float[batch, vocab], or None where they stay the model's own.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lm, name)
+    logits: Tensor | None = None
 
-    def verify(self, state: Any, tree: TokenTree, first: int = 0) -> Tensor:
-        """Score a tree; a call with ``first=0`` runs the leading columns, of which the pending token is one."""
-        logits = self._lm.verify(state, tree, first)
-        if first or self.root_logits is None:
+    def __call__(self, tree: TokenTree, logits: Tensor) -> Tensor:
+        """Replace all of float[batch, columns, vocab] in a tree's first call, which scores the root."""
+        if self.logits is None or logits.shape[1] < tree.tokens.shape[1]:
             return logits
-        return self.root_logits[:, None].to(logits).expand_as(logits)
+        return self.logits[:, None].to(logits).expand_as(logits)
 
 
 class _TargetInitRun(DraftRun):
@@ -93,10 +88,10 @@ class _TargetInitRun(DraftRun):
 
     can_admit = True
 
-    def __init__(self, run: DraftRun, model: _TargetInitLM, batch: int) -> None:
-        self._run, self._model = run, model
+    def __init__(self, run: DraftRun, batch: int, device: torch.device) -> None:
+        self._run, self._root = run, _RootLogits()
         self._left: Tensor | None = None  # float[batch, vocab]
-        self._has_left = torch.zeros(batch, 1, dtype=torch.bool, device=model.device)
+        self._has_left = torch.zeros(batch, 1, dtype=torch.bool, device=device)
         self._has_new_text = True  # whether some row has nothing left yet
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
@@ -105,7 +100,8 @@ class _TargetInitRun(DraftRun):
         if self._left is not None:
             temperature = torch.as_tensor(growth.sampling.temperature, dtype=self._left.dtype).view(-1, 1)
             # The draft's sampling divides by it, unless it is greedy.
-            self._model.root_logits = self._left.log() * torch.where(temperature == 0, 1.0, temperature)
+            self._root.logits = self._left.log() * torch.where(temperature == 0, 1.0, temperature)
+        self._run.processor = in_turn(self.processor, self._root)
         draft = self._run.propose(pending, growth, budget)
         if not self._has_new_text:
             return draft

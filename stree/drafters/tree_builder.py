@@ -5,8 +5,8 @@ Every growth is built by this class.  Column, root offset, node and slot are def
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from stree.kernels.dispatch import may_have_any, most_true
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.tree_growth.api import append, begin, cut, place, select
 from stree.kernels.tree_growth.operands import Chosen, Layout, Proposed, Words
-from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
 __all__ = ["FIRST_DRAFTED", "GrownTree", "narrowed", "num_columns", "num_run"]
@@ -90,12 +89,16 @@ class GrownTree:
         self._plan = plan
         self._leaves: list[tuple[Tensor, Tensor, Tensor]] = []  # columns of parents, tokens, values
 
-    def run(self, lm: TreeLM, state: Any) -> Tensor:
-        """Run the columns that were not yet run; return the logits of the frontier, float[batch, above, vocab]."""
+    def run(self, score: Callable[[TokenTree, int], Tensor]) -> Tensor:
+        """Run the columns that were not yet run; return the logits of the frontier, float[batch, above, vocab].
+
+        Args:
+            score: gives the logits of a tree's columns from one on, float[batch, n - first, vocab].
+        """
         size = self.size
         depths, mask = self._depths[:, :size], self._mask[:, :size, :size]
         tree = TokenTree.unchecked(self.tokens, self.parents, depths, mask)
-        logits = lm.verify(state, tree, first=self.num_run)
+        logits = score(tree, self.num_run)
         if not self.num_run:
             logits = logits.gather(1, self.root_offset.view(-1, 1, 1).expand(-1, 1, logits.shape[-1]))
         self.num_run = size

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stree.growth.plan import Plan
-from stree.kernels.tree_growth.operands import Kept, Siblings, Words
+from stree.kernels.tree_growth.operands import Children, Kept, Words
 from stree.kernels.tree_growth.reference import spent_before
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -59,10 +59,10 @@ class Slots:
     norms: Tensor | None = None
     context: Words | None = None
 
-    def siblings(self) -> Siblings:
+    def children(self) -> Children:
         """Return the children as the kernels take them."""
         norms = torch.linalg.vector_norm(self.dist, dim=-1) if self.norms is None else self.norms
-        return Siblings(self.values, self.probs, norms, self.context)
+        return Children(self.values, self.probs, norms, self.context)
 
 
 class AcceptanceModel:

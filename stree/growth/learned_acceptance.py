@@ -86,7 +86,7 @@ class SampledAcceptance(AcceptanceModel):
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Return priorities and values by the tables; the cells are remembered for ``keep``."""
-        priority, value, self._cells = rate_by_table(self.table, slots.siblings())
+        priority, value, self._cells = rate_by_table(self.table, slots.children())
         return priority, value
 
     def keep(self, slots: Tensor) -> Kept:
@@ -140,7 +140,7 @@ class GreedyAcceptance(AcceptanceModel):
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Return the product of the probabilities on each child's path, twice."""
-        value = rate_by_rank(self.fit, self.level, self.ngrams, slots.siblings())
+        value = rate_by_rank(self.fit, self.level, self.ngrams, slots.children())
         return value, value
 
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:

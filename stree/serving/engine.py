@@ -16,8 +16,8 @@ import torch
 from stree.checks import check_sizes
 from stree.decode.batching import batch_for
 from stree.decode.memory import check_memory
+from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import GenerateArguments, Request
-from stree.decode.step import Prefilled
 from stree.decode.step_result import StepResult
 from stree.decode.stop_strings import new_text_stops
 from stree.decode.validation import checked
@@ -247,7 +247,7 @@ class Engine:
             self._prefill = None
             self._join(handle, request, prefilled)
 
-    def _join(self, handle: RequestHandle, request: Request, prefilled: Prefilled) -> None:
+    def _join(self, handle: RequestHandle, request: Request, prefilled: PrefilledPrompt) -> None:
         """Let a prefilled request run, and emit its first token."""
         with self._changed:
             self._handles[request] = handle

@@ -14,7 +14,7 @@ from torch import Tensor
 from stree.decode.failures import GenerationError
 from stree.decode.logprobs import TokenLogprob
 from stree.decode.request import Request
-from stree.decode.sequences import Sequence
+from stree.decode.sequences import Text
 from stree.decode.stats import Generation
 from stree.decode.step_result import StepResult
 
@@ -62,7 +62,7 @@ class RequestHandle:
 
     def __init__(self) -> None:
         self.finish_reason: str | None = None
-        self.sequence: Sequence | None = None  # what follows belongs to the engine's thread
+        self.sequence: Text | None = None  # what follows belongs to the engine's thread
         self.is_cancelled = False
         self.num_cached = self.cache_epoch = self.drafted = self.accepted = self.num_steps = 0
         self._request: Request | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stree.decode.memory import Extent, fits_in_memory
-from stree.decode.step import Prefilled
+from stree.decode.prompts import PrefilledPrompt
 from stree.drafters import Drafter
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -63,7 +63,7 @@ class Prefill:
             self._hidden += [] if kept.hidden is None else [kept.hidden]
         self._done = self.num_cached
 
-    def run_chunk(self, size: int) -> Prefilled | None:
+    def run_chunk(self, size: int) -> PrefilledPrompt | None:
         """Run at most ``size`` tokens; return the result after the last one."""
         piece = torch.tensor([self._prompt[self._done : self._done + size]])
         if piece.numel():
@@ -80,4 +80,4 @@ class Prefill:
         hidden_states = torch.cat(self._hidden, 1) if self._layers is not None else None
         if self._cache.max_bytes:
             self._cache.put(KeptPrefix(tuple(self._prompt), self._state, self._logits, hidden_states), self.epoch)
-        return Prefilled(self._state, self._logits, hidden_states)
+        return PrefilledPrompt(self._state, self._logits, hidden_states)

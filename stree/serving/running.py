@@ -9,9 +9,9 @@ import torch
 from stree.budget.policy import BudgetPolicy
 from stree.decode.loop import DecodeLoop
 from stree.decode.memory import Extent
+from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, GenerateArguments, Request
-from stree.decode.sequences import Sequence, Sequences
-from stree.decode.step import Prefilled
+from stree.decode.sequences import Sequences, Text
 from stree.decode.step_cache import state_length, step_cache_of
 from stree.decode.step_result import StepResult
 from stree.decode.tree_sizes import budget_policy
@@ -65,7 +65,7 @@ class RunningBatch:
         self.extent = Extent(max_batch, length, max(most, PREFILL_NODES), prompt_length=max_length, single_rows=1)
 
     @property
-    def rows(self) -> list[Sequence]:
+    def rows(self) -> list[Text]:
         """The sequence of each row; one that has ended where the row is free."""
         return [] if self._loop is None else self._loop.sequences.rows
 
@@ -100,16 +100,16 @@ class RunningBatch:
                 self._loop = self._started(self._max_batch)
         return self._lm.new_state(1, self._loop.state.max_length, self._loop.state.max_nodes)
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request) -> Text:
         """Return the sequence of a request, which will ``join``."""
         assert self._loop is not None, "its prompt has been run"
         return self._loop.sequences.add(request)
 
-    def join(self, sequence: Sequence, prefilled: Prefilled) -> None:
+    def join(self, sequence: Text, prefilled: PrefilledPrompt) -> None:
         """Give a sequence a row and draw its first token."""
         assert self._loop is not None, "its prompt has been run"
         if self._loop.can_select:
-            self._select(self._loop, sequence.request.sampling)
+            self._select(self._loop, sequence.request)
         self._loop.admit(sequence, prefilled)
 
     def advance(self) -> None:
@@ -117,7 +117,7 @@ class RunningBatch:
         assert self._loop is not None, "sequences run"
         self._loop.advance()
 
-    def state_after(self, sequence: Sequence) -> tuple[tuple[int, ...], DecodeState] | None:
+    def state_after(self, sequence: Text) -> tuple[tuple[int, ...], DecodeState] | None:
         """Copy the state of a sequence that has ended, and the tokens that it has read: all but the last one.
 
         None where the host has ended it, by a stop string, before tokens that were read already.
@@ -143,11 +143,11 @@ class RunningBatch:
         """Drop all sequences and states."""
         self._loop = None
 
-    def _select(self, loop: DecodeLoop, newcomer: Sampling | None = None) -> None:
+    def _select(self, loop: DecodeLoop, newcomer: Request | None = None) -> None:
         rows = [row for row, sequence in enumerate(loop.sequences.rows) if sequence.reason is None]
-        kinds = [loop.sequences.rows[row].request.sampling for row in rows] + ([] if newcomer is None else [newcomer])
+        requests = [loop.sequences.rows[row].request for row in rows] + ([] if newcomer is None else [newcomer])
         loop.select(rows, newcomer)
-        loop.policy = self._policy(len(kinds), is_greedy=all(kind.is_greedy for kind in kinds))
+        loop.policy = self._policy(len(requests), is_greedy=all(one.sampling.is_greedy for one in requests))
 
     def _started(self, rows: int) -> DecodeLoop:
         """Start a loop of free rows."""

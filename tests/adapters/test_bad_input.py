@@ -154,7 +154,7 @@ def test_a_tree_that_reaches_beyond_max_length_is_refused(lm: TreeLM) -> None:
     lm.prefill(state, PROMPTS)
     with pytest.raises(ValueError, match="the tree reaches 8 tokens, which exceeds max_length 7"):
         lm.verify(state, tree())
-    assert state.pending is None
+    assert state.pending_tree is None
     assert_still_usable(lm, state.resized(16, 5))
     lm.verify(state, TokenTree(TOKENS[:, :3], PARENTS[:, :3]))
     lm.commit(state, *as_commit([[0, 1, 2], [0, 1, 2]]))
@@ -201,7 +201,7 @@ def test_a_bad_path_is_refused_and_changes_nothing(lm: TreeLM, paths: list[list[
     lm.verify(state, tree())
     with pytest.raises(ValueError, match=message):
         lm.commit(state, *as_commit(paths))
-    assert state.pending is not None
+    assert state.pending_tree is not None
     assert_still_usable(lm, state)
 
 

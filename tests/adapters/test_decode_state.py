@@ -81,7 +81,7 @@ def test_an_empty_path_leaves_its_sequence_bit_for_bit_as_it_was(family: str) ->
     before = scores()
     lm.verify(state, decoding.tree([7, 7]))
     lm.commit(state, torch.zeros(2, 0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
-    assert state.pending is None and all(map(torch.equal, before, scores()))
+    assert state.pending_tree is None and all(map(torch.equal, before, scores()))
     decoding.step([7, 7], empty=0)
     assert [*map(torch.equal, before, scores())] == [True, False]
 
@@ -144,7 +144,7 @@ def test_select_takes_repeated_rows_in_any_order(family: str, rows: list[int]) -
     decoding.step([6, 6, 6])
     decoding.score([8, 8, 8])
     chosen = decoding.held_by(decoding.state.select(torch.tensor(rows)), rows)
-    assert chosen.state.pending is None and chosen.state.batch_size == len(rows)
+    assert chosen.state.pending_tree is None and chosen.state.batch_size == len(rows)
     chosen.step([6] * len(rows))  # equal rows get different texts here
     chosen.score([5] * len(rows))
     decoding.score([5, 5, 5])

@@ -33,7 +33,7 @@ def method(name: str) -> Method:
 class _RootLogits(UnrolledLM):
     """A control: every node has the logits of the root."""
 
-    def verify(self, state: UnrolledState, tree: stree.TokenTree) -> Tensor:
+    def verify(self, state: UnrolledState, tree: stree.TokenTree) -> Tensor:  # type: ignore[override]
         logits = super().verify(state, tree)
         return logits[:, :1].expand_as(logits)
 

@@ -12,25 +12,24 @@ import torch
 from helpers.fast_cases import slow_unless
 from helpers.tiny_models import (
     VOCAB,
-    as_commit,
-    extended,
     patched,
     path_to,
-    random_path,
     random_texts,
     random_tree,
     real_nodes,
     right_padded,
     tiny_model,
 )
+from helpers.tiny_mtp import target_and_head
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 import stree
 from stree import Sampling, TokenTree
-from stree.decode.logits_processors import LogitsProcessor, Node, RowProcessors, processed
-from stree.drafters import Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.decode.logits_processors import LogitsProcessor, Node, RowProcessors, TreeProcessing
+from stree.drafters import Draft, Drafter, FusedDrafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, Static
+from stree.kernels.step.texts import Seen, Texts
 
 
 def each_node(processor: LogitsProcessor) -> RowProcessors:
@@ -47,33 +46,58 @@ def add_text(input_ids: Tensor, logits: Tensor) -> Tensor:
     return logits + float(weights.sum() % 101)
 
 
-@pytest.mark.parametrize("is_target", [True, False], ids=["target", "draft"])
-def test_every_node_is_processed_with_the_text_that_ends_in_it(is_target: bool) -> None:
-    rng, sizes = random.Random(3), [11, 7]
-    plain = patched(tiny_model("mamba2"))
-    lm = processed(plain, each_node(add_text), is_target=is_target)
-    texts = random_texts(rng, [5, 9])
-    states = [model.new_state(2, 64, 12) for model in (plain, lm)]
-    expected, found = (
-        model.prefill(state, *right_padded(texts)) for model, state in zip((plain, lm), states, strict=True)
-    )
+def seen(texts: list[list[int]]) -> Seen:
+    """Return texts as a step finds them: the last token of each is pending, and behind it anything may stand."""
+    tokens, lengths = right_padded(texts)
+    behind = torch.full((len(texts), 4), 77)
+    return Seen(torch.cat([tokens, behind], 1), lengths - 1, tokens.gather(1, lengths[:, None] - 1)[:, 0])
+
+
+def expected_logits(texts: list[list[int]], tree: TokenTree, logits: Tensor) -> Tensor:
+    """Add to each node's logits what the text that ends in it gives, node by node."""
+    expected, first = logits.clone(), tree.tokens.shape[1] - logits.shape[1]
     for row, text in enumerate(texts):
-        assert torch.equal(found[row], add_text(torch.tensor([text]), expected[row]))
+        for node in (one for one in real_nodes(tree, row) if one >= first):
+            whole = [*text, *tree.tokens[row, path_to(tree, row, node)].tolist()]
+            expected[row, node - first] = add_text(torch.tensor([whole]), logits[row, node - first])
+    return expected
+
+
+def test_every_node_is_processed_with_the_text_that_ends_in_it() -> None:
+    rng, processing = random.Random(3), TreeProcessing(each_node(add_text))
     for _ in range(3):
-        tree = random_tree(rng, sizes, 12)
-        first = rng.choice([0, 3])
-        for model, state in zip((plain, lm), states, strict=True):
-            model.verify(state, tree)
-        expected, found = (model.verify(state, tree, first) for model, state in zip((plain, lm), states, strict=True))
+        texts, tree = random_texts(rng, [6, 9]), random_tree(rng, [11, 7], 12)
         for row, text in enumerate(texts):
-            for node in real_nodes(tree, row):
-                whole = torch.tensor([[*text, *tree.tokens[row, path_to(tree, row, node)].tolist()]])
-                if node >= first:
-                    assert torch.equal(found[row, node - first], add_text(whole, expected[row, node - first]))
-        paths = [random_path(rng, tree, row) for row in range(2)]
-        for model, state in zip((plain, lm), states, strict=True):
-            model.commit(state, *as_commit(paths))
-        texts = extended(texts, tree, paths)
+            tree.tokens[row, 0] = text[-1]
+        logits = torch.randn(2, 12, VOCAB)
+        before, expected = logits.clone(), expected_logits([text[:-1] for text in texts], tree, logits)
+        found = processing.target(seen(texts), tree, logits)
+        is_real = ~tree.is_padding
+        assert torch.equal(found[is_real], expected[is_real]) and torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_a_draft_model_s_own_tree_may_begin_with_the_token_before_the_pending_one(first: int) -> None:
+    texts = [[5, 6, 7, 8], [9, 1, 2]]
+    tokens = torch.tensor([[7, 8, 3, 4, 5], [2, 0, 6, 7, 8]])  # the first one begins with the token before the root
+    tree = TokenTree(tokens, torch.tensor([[-1, 0, 1, 1, 2], [-1, -1, 0, 2, 0]], dtype=torch.int32))
+    process = TreeProcessing(each_node(add_text)).draft(seen(texts))
+    assert process is not None
+    logits = torch.randn(2, 5 - first, VOCAB)
+    found, expected = process(tree, logits), expected_logits([[5, 6], [9, 1]], tree, logits)
+    is_real = ~tree.is_padding[:, first:]
+    assert torch.equal(found[is_real], expected[is_real])
+
+
+def test_first_tokens_are_processed_with_their_prompts() -> None:
+    texts = Texts.empty(3, 12, 0, torch.device("cpu"))
+    prompts = [[5, 6, 7], [8, 9], [1, 2, 3, 4]]
+    for row, prompt in enumerate(prompts):
+        texts.tokens[row, : len(prompt)], texts.lengths[row] = torch.tensor(prompt), len(prompt)
+    logits = torch.randn(2, VOCAB)
+    found = TreeProcessing(each_node(add_text)).first(texts, torch.tensor([1, 0]), logits)
+    for place, row in enumerate((1, 0)):
+        assert torch.equal(found[place], add_text(torch.tensor([prompts[row]]), logits[place]))
 
 
 def test_a_processor_is_not_asked_about_a_text_that_it_has_ruled_out() -> None:
@@ -83,13 +107,9 @@ def test_a_processor_is_not_asked_about_a_text_that_it_has_ruled_out() -> None:
         asked.append(input_ids[0].tolist())
         return logits.masked_fill(torch.arange(VOCAB) % 2 == 1, -torch.inf)
 
-    lm = processed(patched(tiny_model("mamba2")), each_node(only_even), is_target=True)
-    state = lm.new_state(1, 32, 8)
-    lm.prefill(state, torch.tensor([[4, 6]]), torch.tensor([2]))
-    lm.verify(
-        state, TokenTree(torch.tensor([8, 3, 2, 4, 10, 11]), torch.tensor([-1, 0, 0, 1, 2, 4], dtype=torch.int32))
-    )
-    assert asked == [[4, 6], [4, 6, 8], [4, 6, 8, 2], [4, 6, 8, 2, 10]]
+    tree = TokenTree(torch.tensor([8, 3, 2, 4, 10, 11]), torch.tensor([-1, 0, 0, 1, 2, 4], dtype=torch.int32))
+    TreeProcessing(each_node(only_even)).target(seen([[4, 6, 8]]), tree, torch.zeros(1, 6, VOCAB))
+    assert asked == [[4, 6, 8], [4, 6, 8, 2], [4, 6, 8, 2, 10]]
 
 
 class LastTokenOnly:
@@ -106,13 +126,12 @@ class LastTokenOnly:
 
 
 def test_a_processor_that_looks_at_no_text_gets_all_nodes_at_once() -> None:
-    plain = patched(tiny_model("mamba2"))
-    lm = processed(plain, LastTokenOnly(), is_target=True)
-    tree, prompts = random_tree(random.Random(1), [5, 3], 6), torch.tensor([[1, 2, 3], [4, 5, 6]])
-    lengths, states = torch.tensor([3, 3]), [plain.new_state(2), lm.new_state(2)]
-    assert torch.equal(lm.prefill(states[1], prompts, lengths), plain.prefill(states[0], prompts).sort(-1).values)
-    assert torch.equal(lm.verify(states[1], tree), plain.verify(states[0], tree).sort(-1).values)
-    assert (lm.vocab_size, lm.device) == (plain.vocab_size, plain.device)
+    processing, tree = TreeProcessing(LastTokenOnly()), random_tree(random.Random(1), [5, 3], 6)
+    present, logits = seen([[1, 2, 3], [4, 5, 6]]), torch.randn(2, 6, VOCAB)
+    draft = processing.draft(present)
+    assert draft is not None
+    for found in (processing.target(present, tree, logits), draft(tree, logits)):
+        assert torch.equal(found, logits.sort(-1).values)
 
 
 def drop_what_occurred(input_ids: Tensor, logits: Tensor) -> Tensor:
@@ -121,7 +140,7 @@ def drop_what_occurred(input_ids: Tensor, logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7)], ids=["greedy", "sampled"])
-def test_the_drafter_is_processed_as_the_target_is(sampling: Sampling) -> None:
+def test_the_drafter_is_processed_as_the_target_is(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = patched(tiny_model("mamba2"))
     arguments: dict[str, Any] = {"budget": 5, "max_new_tokens": 30, "sampling": sampling}
     drafter = ModelDrafter(patched(tiny_model("mamba2")))  # the same model: what it drafts is accepted whole
@@ -129,16 +148,36 @@ def test_the_drafter_is_processed_as_the_target_is(sampling: Sampling) -> None:
     assert out.stats["tau"] == 5
     assert len(set(out.sequences[0])) == 33
 
-    class Unprocessed(ModelDrafter):
-        """A drafter whose distributions the processor does not reach."""
-
-        def with_model(self, change: Any) -> ModelDrafter:
-            return self
-
+    monkeypatch.setattr(TreeProcessing, "draft", lambda *_: None)  # the processor does not reach the drafter
     control = stree.generate(
-        lm, [[5, 6, 7]], Unprocessed(drafter.lm), growth=Chain(4), logits_processor=drop_what_occurred, **arguments
+        lm, [[5, 6, 7]], drafter, growth=Chain(4), logits_processor=drop_what_occurred, **arguments
     )
     assert control.stats["tau"] < 4
+
+
+def test_a_draft_head_is_processed_as_the_target_is() -> None:
+    lm, head = target_and_head(vocab_size=VOCAB)
+    paths: list[list[int]] = []
+
+    class Recorded(HeadDrafter):
+        """A drafter that keeps the path to every node that it drafts."""
+
+        def start(self, *arguments: Any) -> Any:
+            run = super().start(*arguments)
+            propose = run.propose
+
+            def recorded(*arguments: Any) -> Draft:
+                tree = (draft := propose(*arguments)).tree
+                paths.extend(tree.tokens[0, path_to(tree, 0, node)].tolist() for node in real_nodes(tree, 0)[1:])
+                return draft
+
+            run.propose = recorded  # type: ignore[method-assign, assignment]
+            return run
+
+    arguments: dict[str, Any] = {"max_new_tokens": 20, "logits_processor": drop_what_occurred}
+    out = stree.generate(lm, [[5, 6, 7]], Recorded(head), budget=8, **arguments)
+    assert out.sequences == stree.generate(lm, [[5, 6, 7]], budget=1, **arguments).sequences
+    assert paths and all(len({5, 6, 7, *path}) == 3 + len(path) for path in paths)
 
 
 def test_a_processed_text_is_drawn_the_same_way_whatever_the_tree() -> None:
@@ -234,10 +273,7 @@ def test_processed_texts_do_not_depend_on_the_number_of_slots(drafts: str, tempe
 
 
 def test_a_draft_model_keeps_its_own_distribution_where_a_processor_leaves_none() -> None:
-    plain = patched(tiny_model("mamba2"))
-    lm, tree = processed(plain, each_node(ends_at_six), is_target=False), TokenTree.chain([1, 2, 3])
-    states = [model.new_state(1, 64, 4) for model in (plain, lm)]
-    for model, state in zip((plain, lm), states, strict=True):
-        model.prefill(state, torch.tensor([[1, 2, 3, 4]]), torch.tensor([4]))
-    expected, found = (model.verify(state, tree) for model, state in zip((plain, lm), states, strict=True))
-    assert torch.equal(expected, found)
+    draft, tree = TreeProcessing(each_node(ends_at_six)).draft(seen([[1, 2, 3, 4, 5]])), TokenTree.chain([5, 0, 3])
+    assert draft is not None
+    logits = torch.randn(1, 3, VOCAB)
+    assert torch.equal(draft(tree, logits), logits)

@@ -15,14 +15,16 @@ from helpers.captured import captured, launched, near_drafter
 from helpers.fast_cases import slow_unless
 from helpers.step_growths import GROWTHS
 from helpers.tiny_models import random_texts
+from torch import Tensor
 
 import stree
 from stree.budget.policy import BudgetPolicy
+from stree.decode.logits_processors import LogitsProcessor, RowProcessors
 from stree.decode.loop import DecodeLoop
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences
-from stree.drafters import FusedDrafter, NoDrafter, SuffixDrafter
-from stree.growth import TargetInit
+from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.growth import Chain, TargetInit
 from stree.sampling import Sampling
 
 TEXTS = [*random_texts(random.Random(5), [6, 4, 9]), [4, 5, 6, 4, 5, 6, 4], [8, 8, 3], [7, 1, 2]]
@@ -117,6 +119,57 @@ def test_sequences_join_and_leave_a_running_batch() -> None:
     assert [sequence.reason for sequence in every] == ["stop", "length", "cancelled", *["length"] * 3]
     assert [sequence.tokens for place, sequence in enumerate(every) if place != 2] == alone[:2] + alone[3:]
     assert every[2].tokens == alone[2][: len(every[2].tokens)]
+
+
+def prefers(token: int) -> LogitsProcessor:
+    """Return a processor that prefers a token, and another one that all of the text decides on."""
+
+    def process(input_ids: Tensor, logits: Tensor) -> Tensor:
+        weights = torch.arange(1, input_ids.shape[1] + 1) * (input_ids[0] + 1)
+        preferred = torch.tensor([token, int(weights.sum()) % logits.shape[1]])
+        return logits.index_add(1, preferred, torch.full((1, 2), 3.0))
+
+    return process
+
+
+@pytest.mark.parametrize("drafts", ["model", "fused"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "sampled"])
+def test_processors_follow_their_texts_when_rows_are_selected(drafts: str, sampling: Sampling) -> None:
+    lm, prompts = launched(), random_texts(random.Random(2), [5, 3, 7, 4])
+    drafter = ModelDrafter(lm) if drafts == "model" else DRAFTERS["fused"]
+    requests = [
+        Request(prompt, sampling, new, sequence=place, processors=(prefers(3 * place),))
+        for place, (prompt, new) in enumerate(zip(prompts, (9, 20, 12, 15), strict=True))
+    ]
+    batch = Batch(
+        iter(()), frozenset([Sampling(), Sampling(0.8)]), most_stops=0, max_batch=1, max_length=40, prompt_length=40,
+        refills=True, processor=RowProcessors(),
+    )  # fmt: skip
+    loop = DecodeLoop(lm, batch, Sequences(), "match")
+
+    def select(newcomer: Request | None = None) -> None:
+        assert loop.can_select
+        loop.select([row for row, text in enumerate(loop.sequences.rows) if text.reason is None], newcomer)
+
+    with torch.no_grad():
+        loop.start(drafter, BudgetPolicy(Chain(3), 8), [], batch_size=1)
+        for request in requests:
+            select(request)
+            loop.admit(loop.sequences.add(request))
+            for _ in range(2):
+                loop.advance()
+        while loop.sequences.is_running:
+            loop.advance()
+            if loop.sequences.is_running:
+                select()
+    expected = stree.generate(
+        lm, prompts, budget=1, sampling=sampling, max_new_tokens=[9, 20, 12, 15],
+        logits_processor=[prefers(3 * place) for place in range(4)],
+    ).sequences  # fmt: skip
+    assert [text.tokens for text in loop.sequences.all] == expected
+    if drafts == "model" and sampling.is_greedy:
+        report = loop.stats.report(loop.sequences.num_new_tokens)
+        assert report["tau"] == 4, "the same model, processed alike, drafts what the target takes"
 
 
 REFUSED = [

@@ -15,12 +15,12 @@ from helpers.tiny_models import VOCAB
 
 import stree
 from stree.distill.continuations import Writing, write_continuations
-from stree.distill.text import Batches, Text, encode, hold_out, pack
+from stree.distill.text import Batches, Corpus, encode, hold_out, pack
 
 
 def test_windows_go_on_from_a_saved_state() -> None:
     streams = {"a": np.arange(200, dtype=np.int32), "b": np.arange(500, 600, dtype=np.int32)}
-    text = Text(streams, {"a": 0.5, "b": 0.5}, {"b": 2.0})
+    text = Corpus(streams, {"a": 0.5, "b": 0.5}, {"b": 2.0})
     first, second = Batches(text, 8, 3), Batches(text, 8, 3)
     drawn = [first.next(2) for _ in range(60)]
     state = json.loads(json.dumps(Batches(text, 8, 3).state))
@@ -36,7 +36,7 @@ def test_windows_go_on_from_a_saved_state() -> None:
 
 
 def test_a_pass_covers_a_stream_before_it_repeats() -> None:
-    batches = Batches(Text({"text": np.arange(1025, dtype=np.int32)}, {"text": 1.0}), 16, 0)
+    batches = Batches(Corpus({"text": np.arange(1025, dtype=np.int32)}, {"text": 1.0}), 16, 0)
     windows = batches.next(63)
     assert windows.shape == (63, 17) and windows.dtype == torch.int64
     assert len(set(windows[:, 0].tolist())) == 63
@@ -61,7 +61,7 @@ def test_the_end_of_a_text_is_held_out(total: int, held: int) -> None:
 
 
 def test_what_the_target_writes_goes_on_where_it_stopped(target: stree.TreeLM, tmp_path: Path) -> None:
-    text = Text({"a": np.tile(np.arange(1, 60, dtype=np.int32), 3)}, {"a": 1.0}, separator=END)
+    text = Corpus({"a": np.tile(np.arange(1, 60, dtype=np.int32), 3)}, {"a": 1.0}, separator=END)
     writing = Writing(temperature=1.0, seed=0, rows=2, new_tokens=5)
     whole = write_continuations(target, text, tmp_path / "whole", replace(writing, tokens=120))
     write_continuations(target, text, tmp_path / "part", replace(writing, tokens=50))

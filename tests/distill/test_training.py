@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 import stree
 from stree.distill import network, run, training
 from stree.distill.report import agreement
-from stree.distill.text import Batches, Text
+from stree.distill.text import Batches, Corpus
 
 
 def tiny_drafter(width: int = 64) -> PreTrainedModel:
@@ -59,7 +59,7 @@ def test_training_lowers_the_divergence_from_the_target(target: stree.TreeLM, tm
     windows = torch.from_numpy(stream[:34].astype(np.int64)).view(2, 17)
     loss = training.distill_loss(probs, settings)
     before = loss(drafter, windows).item()
-    run.fit(target, probs, drafter, Text({"text": stream}, {"text": 1.0}), settings, tmp_path)
+    run.fit(target, probs, drafter, Corpus({"text": stream}, {"text": 1.0}), settings, tmp_path)
     assert loss(drafter, windows).item() < 0.8 * before
 
 
@@ -82,7 +82,7 @@ def test_parts_of_a_large_vocabulary_give_the_same_loss_and_gradient(
 
 def test_a_loss_that_is_not_finite_ends_the_stage(target: stree.TreeLM, tmp_path: Path) -> None:
     drafter = network.build(network.drafter_config(VOCAB, 16, 1, {}))
-    batches = Batches(Text({"text": np.arange(40, dtype=np.int32)}, {"text": 1.0}), 16, 0)
+    batches = Batches(Corpus({"text": np.arange(40, dtype=np.int32)}, {"text": 1.0}), 16, 0)
 
     def broken(model: PreTrainedModel, windows: torch.Tensor) -> torch.Tensor:
         return torch.full((), torch.nan, requires_grad=True)

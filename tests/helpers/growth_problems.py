@@ -13,7 +13,7 @@ from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
 from stree.growth.calibrated import typical_values
 from stree.growth.learned_acceptance import GreedyAcceptance, SampledAcceptance
-from stree.kernels.tree_growth.operands import Level, Memory, RankFit, Siblings, Table, Words
+from stree.kernels.tree_growth.operands import Children, Level, Memory, RankFit, Table, Words
 from stree.kernels.tree_growth.reference import remember
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -48,7 +48,7 @@ def relative_values(nodes: int, depth: int, device: torch.device = DEVICE) -> Te
     return torch.tensor(typical_values(nodes, depth, 4)[::-1], dtype=torch.float32, device=device)
 
 
-def some_siblings(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Siblings:
+def some_children(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Children:
     """Draw distributions whose draws may run out, some of them sharp."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, above, ranks + 2, generator=generator) * 4 * torch.rand(1, generator=generator)
@@ -59,7 +59,7 @@ def some_siblings(batch: int, above: int, ranks: int, seed: int, device: torch.d
     reach = torch.rand(batch, above + 3, generator=generator)[:, :above]
     reach[:, above // 2 :: 3] = 0.0
     norms = torch.linalg.vector_norm(dist, dim=-1)
-    return Siblings(reach.to(device), probs.to(device), norms.to(device))
+    return Children(reach.to(device), probs.to(device), norms.to(device))
 
 
 def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> tuple[Memory, Words]:
@@ -84,7 +84,7 @@ class Ranked(NamedTuple):
     fit: RankFit
     level: Level
     memory: Memory
-    given: Siblings
+    given: Children
 
     @classmethod
     def draw(cls, batch: int, above: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Self:
@@ -92,7 +92,7 @@ class Ranked(NamedTuple):
         own = GreedyAcceptance(batch, max(ranks, 6), device).fit
         fit = RankFit(*(-getattr(own, field.name) for field in fields(own))) if seed % 2 else own
         shift = torch.linspace(-3, 4, batch, device=device) * seed  # none at first
-        given = some_siblings(batch, above, ranks, seed, device)
+        given = some_children(batch, above, ranks, seed, device)
         probs = given.probs.sort(-1, descending=True).values
         memory, words = said(batch, above, ranks, seed, device)
         given = replace(given, probs=probs, words=words if seed > 1 else None)

@@ -9,7 +9,7 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_step_bookkeeping.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -25,7 +25,9 @@ from stree.kernels.dispatch import as_on_device
 pytest.importorskip("triton")
 
 from stree.kernels.step import bookkeeping
-from stree.kernels.step.bookkeeping import CatchUp, Drafted, Texts
+from stree.kernels.step import texts as texts_of_step
+from stree.kernels.step.bookkeeping import DeferredPath, Drafted
+from stree.kernels.step.texts import Seen, Texts, emit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -58,8 +60,9 @@ def test_what_is_emitted_is_the_same(seed: int, batch: int, n: int, m: int, stop
     path, lengths = paths(draw, batch, n, m)
     limit = draw(1, 9, batch)
     texts = Texts(
+        tokens=draw(10, 99, batch, 9 + n % 3),
+        lengths=torch.minimum(draw(0, 9, batch), limit - 1),
         pending=draw(0, 7, batch),
-        num_new=torch.minimum(draw(0, 9, batch), limit),
         limit=limit,
         is_finished=draw(0, 2, batch).bool(),
         stop=draw(-1, 7, batch, stops),
@@ -70,13 +73,17 @@ def test_what_is_emitted_is_the_same(seed: int, batch: int, n: int, m: int, stop
     highest, may_be_infinite = kinds[draw(0, 4, batch, n)], bool(draw(0, 2))
     following = torch.full((batch,), 5)
     moved = [on_device(one) for one in (tokens, path, lengths, following)]
-    found = bookkeeping._emit_in_one(
+    before = texts.tokens.clone(), texts.lengths.clone()
+    found = texts_of_step._emit_in_one(
         moved[0], moved[1], moved[2], moved[3], known, on_device(highest), may_be_infinite=may_be_infinite
     )
-    wanted = bookkeeping.emit(tokens, path, lengths, following, texts, highest, may_be_infinite=may_be_infinite)
+    wanted = emit(tokens, path, lengths, following, texts, highest, may_be_infinite=may_be_infinite)
     assert torch.equal(found.cpu(), wanted)
     for field in fields(Texts):
         assert torch.equal(getattr(known, field.name).cpu(), getattr(texts, field.name)), field.name
+    for row, (old, length, count) in enumerate(zip(*(one.tolist() for one in before), wanted[:, m], strict=True)):
+        expected = [*old[: length + 1], *wanted[row, :count].tolist(), *old[length + 1 + count :]]
+        assert texts.tokens[row].tolist() == expected and int(texts.lengths[row]) == length + count
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(2, 40), st.integers(1, 20), st.booleans())
@@ -135,8 +142,8 @@ def test_a_deferred_path_is_the_same(seed: int, batch: int, n: int, m: int) -> N
     committed = draw(0, 50, batch).int()
     made = []
     for launches in (False, True):
-        deferred, known = CatchUp(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
-        deferred = CatchUp(on_device(deferred.path), on_device(deferred.lengths))
+        deferred, known = DeferredPath(draw(1, 9, batch, 16), draw(1, 9, batch).int()), on_device(committed)
+        deferred = DeferredPath(on_device(deferred.path), on_device(deferred.lengths))
         wide = on_device(torch.cat([path, path], 1))[:, :m]
         with as_on_device(triton=launches, host_can_read=True):
             bookkeeping.defer_path(wide, on_device(lengths), deferred, known)
@@ -186,7 +193,7 @@ def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: py
         with launch_keys(monkeypatch) as keys:
             bookkeeping.copy_rows(torch.zeros(batch, 16, dtype=torch.long, device=DEVICE), begins, sources, rows)
             path, lengths = torch.zeros(batch, n % 13, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-            deferred = CatchUp(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
+            deferred = DeferredPath(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
             bookkeeping.defer_path(on_device(path), on_device(lengths), deferred, on_device(lengths))
         found.append(keys)
     assert [name for name, _ in found[0]] == ["rows_kernel", "defer_kernel"]
@@ -199,13 +206,15 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
         draw = numbers(m)
         path, lengths = paths(draw, 2, n, m)
         zero = torch.zeros(2).long()
-        texts = Texts(zero, zero.clone(), zero + 9, zero.bool(), torch.arange(m % 3).expand(2, -1))
+        texts = Texts(
+            zero.new_zeros(2, 8 + m), zero, zero.clone(), zero + 9, zero.bool(), torch.arange(m % 3).expand(2, -1)
+        )
         given = [on_device(one) for one in (draw(0, 7, 2, n), path, lengths, zero)]
         columns = on_device(draw(0, 7, 2, n + 1))  # the draft model's tree has one column more
         with launch_keys(monkeypatch) as keys:
             known = Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts)))
             highest = on_device(torch.zeros(2, n))
-            bookkeeping._emit_in_one(given[0], given[1], given[2], given[3], known, highest, may_be_infinite=True)
+            texts_of_step._emit_in_one(given[0], given[1], given[2], given[3], known, highest, may_be_infinite=True)
             bookkeeping._path_in_one(
                 given[1], given[2], Drafted(None, columns, on_device(zero.bool()), on_device(zero), n)
             )
@@ -216,11 +225,29 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
     assert found[0] == found[1] == found[2]
 
 
-def test_texts_that_stand_still_keep_everything() -> None:
-    texts = Texts(torch.tensor([3]), torch.tensor([4]), torch.tensor([9]), torch.tensor([False]), torch.tensor([[5]]))
-    before = replace(texts, **{name: getattr(texts, name).clone() for name in ("pending", "num_new", "is_finished")})
-    report = bookkeeping.emit(
+def test_texts_that_take_no_part_keep_everything() -> None:
+    texts = Texts(
+        torch.tensor([[7, 3, 1, 1]]), torch.tensor([1]), torch.tensor([3]), torch.tensor([4]), torch.tensor([False]),
+        torch.tensor([[5]]),
+    )  # fmt: skip
+    before = Texts(*(getattr(texts, field.name).clone() for field in fields(Texts)))
+    report = emit(
         torch.tensor([[3, 5]]), torch.tensor([[0, 1]]).int(), torch.tensor([0]).int(), torch.tensor([5]), texts
     )
     assert report[0, -3:].tolist() == [0, 0, 0]
     assert all(torch.equal(getattr(texts, field.name), getattr(before, field.name)) for field in fields(Texts))
+
+
+def test_what_a_step_has_seen_stays_until_the_next_one() -> None:
+    texts = Texts.empty(1, 6, 1, torch.device("cpu"))
+    texts.tokens[0, :3], texts.lengths[0], texts.pending[0], texts.limit[0] = torch.tensor([4, 5, 6]), 2, 6, 5
+    texts.is_finished[0] = False
+    seen = Seen.of(texts)
+    emit(torch.tensor([[6, 8]]), torch.tensor([[0, 1]]).int(), torch.tensor([2]).int(), torch.tensor([9]), texts)
+    assert (texts.tokens[0].tolist(), texts.lengths.tolist()) == ([4, 5, 6, 8, 9, 0], [4])
+    assert texts.is_finished.tolist() == [True] and texts.pending.tolist() == [9]
+    assert (seen.lengths.tolist(), seen.pending.tolist(), seen.tokens[0, :3].tolist()) == ([2], [6], [4, 5, 6])
+    memory = seen.lengths.data_ptr(), seen.pending.data_ptr()
+    seen.update(texts)
+    assert (seen.lengths.tolist(), seen.pending.tolist()) == ([4], [9])
+    assert memory == (seen.lengths.data_ptr(), seen.pending.data_ptr())

@@ -16,7 +16,7 @@ from helpers.growth_problems import (
     SIZES,
     Ranked,
     begun,
-    some_siblings,
+    some_children,
     some_table,
 )
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stree.kernels.tree_growth import cpu_ratings, reference, slots_kernel
-from stree.kernels.tree_growth.operands import Level, Memory, Ratings, Siblings, Table, Words
+from stree.kernels.tree_growth.operands import Children, Level, Memory, Ratings, Table, Words
 
 CPU = torch.device("cpu")
 ROUNDING = 1e-5, 1e-7  # relative and absolute: a logarithm and an exponential of float32 differ in their last bits
@@ -36,7 +36,7 @@ every_backend = pytest.mark.parametrize("backend", [COMPILED, TRITON], ids=["com
 # Ratings of drawn children by a table.
 
 
-def check_ratings(backend: Backend, table: Table, children: Siblings, close: float = 0.0) -> Ratings:
+def check_ratings(backend: Backend, table: Table, children: Children, close: float = 0.0) -> Ratings:
     """Require the reference's cells, values bit for bit or nearly, and siblings in falling order of priority."""
     expected: Ratings = reference.rate_by_table(table, children)
     found: Ratings = backend[0].rate_by_table(table, children)
@@ -50,7 +50,7 @@ def check_ratings(backend: Backend, table: Table, children: Siblings, close: flo
     return found
 
 
-def in_width(table: Table, children: Siblings, dtype: torch.dtype) -> tuple[Table, Siblings]:
+def in_width(table: Table, children: Children, dtype: torch.dtype) -> tuple[Table, Children]:
     counts = {name: getattr(table, name).to(dtype) for name in ("passed", "tests", "sharpness", "confidence")}
     dists = {name: getattr(children, name).to(dtype) for name in ("reach", "probs", "norms")}
     return replace(table, **counts), replace(children, **dists)
@@ -60,7 +60,7 @@ def in_width(table: Table, children: Siblings, dtype: torch.dtype) -> tuple[Tabl
 @pytest.mark.parametrize(("batch", "above", "ranks"), SIZES)
 def test_ratings_by_a_table_are_those_of_torch(batch: int, above: int, ranks: int, backend: Backend) -> None:
     for seed in range(3):
-        children = some_siblings(batch, above, ranks, seed, backend[1])
+        children = some_children(batch, above, ranks, seed, backend[1])
         table = some_table(batch, max(ranks, 6), seed, backend[1])
         check_ratings(backend, table, children)
         if backend is COMPILED:
@@ -76,19 +76,19 @@ def test_a_number_at_an_edge_of_the_table_falls_below_it(edge: str, backend: Bac
     edges = torch.tensor([2.0**-k for k in range(2 * len(getattr(table, edge)), 0, -2)], device=device)
     norms = torch.tensor([[2.0**-k for k in range(8)]], device=device)
     probs = torch.tensor([[[2.0**-k, 0.0] for k in range(8)]], device=device)
-    children = Siblings(torch.ones(1, 8, device=device), probs, norms)
+    children = Children(torch.ones(1, 8, device=device), probs, norms)
     cells = check_ratings(backend, replace(table, **{edge: edges}), children).cells
     assert len(set(cells[0, :, 0, 0 if edge == "sharpness" else 1].tolist())) > 4
 
 
 def test_tables_and_distributions_of_other_widths_are_rated_as_in_torch_and_strides_change_nothing() -> None:
     rounding = 1e-4  # a share of float64 is refused by a count of float32, of which little may be left
-    table, children = some_table(2, 6, 0, CPU), some_siblings(2, 7, 5, 0, CPU)
+    table, children = some_table(2, 6, 0, CPU), some_children(2, 7, 5, 0, CPU)
     wide_table, wide = in_width(table, children, torch.float64)
     assert check_ratings(COMPILED, table, wide, rounding).value.dtype == torch.float64
     assert check_ratings(COMPILED, wide_table, children, rounding).value.dtype == torch.float64
     expected = check_ratings(COMPILED, table, children)
-    far = Siblings(**apart(children, "reach", "probs", "norms"))
+    far = Children(**apart(children, "reach", "probs", "norms"))
     found = check_ratings(COMPILED, replace(table, **apart(table, "passed", "tests")), far)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -104,23 +104,23 @@ def test_distributions_that_are_used_up_and_tables_that_only_pass_are_rated_as_i
     table = some_table(1, 4, 0, device)
     probs = torch.tensor([[[0.75, 0.25, 0.25, 0.5], [1.0, 0.5, 0.25, 0.125], [0.5, 0.5, 0.0, 0.25], [0.0] * 4]])
     norms, reach = torch.linalg.vector_norm(probs, dim=-1), torch.tensor([[1.0, 0.5, 0.25, 1.0]])
-    children = Siblings(reach.to(device), probs.to(device), norms.to(device))
+    children = Children(reach.to(device), probs.to(device), norms.to(device))
     for passed in (table.passed, table.tests.clone(), table.tests * 1.5):  # more passed than tested: counts are rounded
         check_ratings(backend, replace(table, passed=passed), children)
 
 
 def test_shares_are_rounded_as_in_torch_before_they_fall_into_cells_and_no_node_has_none() -> None:
-    table, children = some_table(1, 6, 0, CPU), some_siblings(1, 30, 4, 0, CPU)
+    table, children = some_table(1, 6, 0, CPU), some_children(1, 30, 4, 0, CPU)
     shares = children.probs / (1 - reference.spent_before(children.probs)).clamp(min=1e-6)
     count = len(table.confidence)
     for edges in shares[..., 1:].flatten().unique().split(count):
         if len(edges) == count:
             check_ratings(COMPILED, replace(table, confidence=edges), children)
-    nothing = Siblings(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0))
+    nothing = Children(torch.rand(1, 0), torch.rand(1, 0, 3), torch.rand(1, 0))
     assert check_ratings(COMPILED, some_table(1, 4, 0, CPU), nothing).cells.shape == (1, 0, 3, 2)
 
 
-WRONG_CHILDREN: dict[str, Callable[[Siblings], Siblings]] = {
+WRONG_CHILDREN: dict[str, Callable[[Children], Children]] = {
     "another sharpness": lambda children: replace(children, norms=children.norms * 0.7),
     "another reach": lambda children: replace(children, reach=children.reach * 1.001),
     "siblings in another order": lambda children: replace(children, probs=children.probs.flip(-1)),
@@ -129,7 +129,7 @@ WRONG_CHILDREN: dict[str, Callable[[Siblings], Siblings]] = {
 
 @pytest.mark.parametrize("control", WRONG_CHILDREN)
 def test_ratings_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, children = some_table(3, 6, 1, CPU), some_siblings(3, 12, 5, 1, CPU)
+    table, children = some_table(3, 6, 1, CPU), some_children(3, 12, 5, 1, CPU)
     check_ratings(COMPILED, table, children)
     rate = reference.rate_by_table
     monkeypatch.setattr(reference, "rate_by_table", lambda table, given: rate(table, WRONG_CHILDREN[control](given)))
@@ -192,7 +192,7 @@ def test_what_a_text_holds_is_known_by_its_last_two_words_and_the_tree_s(backend
     def rated(words: Words, memory: Memory) -> list[float]:
         batch = len(words.children)
         one, level = torch.ones(batch, 1, device=device), torch.zeros(batch, device=device)
-        siblings = Siblings(one, even.expand(batch, 1, 2), one, words)
+        siblings = Children(one, even.expand(batch, 1, 2), one, words)
         values: list[float] = check_ranks(backend, Ranked(fit, Level(level, level + 1), memory, siblings)).tolist()
         return values
 
@@ -219,7 +219,7 @@ def test_of_equal_children_the_first_is_the_likeliest_and_of_none_nothing_is_rat
     fit = replace(fit, **{name: getattr(fit, name) * 0 for name in ("level", "by_confidence", "by_text")})
     level = Level(torch.ones(1, device=device), torch.ones(1, device=device))
     probs = torch.tensor([[[0.25, 0.25, 0.25], [0.0, 0.5, 0.25], [0.0, 0.0, 0.0], [1e-12, 0.0, 0.0]]], device=device)
-    children = Siblings(torch.ones(1, 4, device=device), probs, torch.zeros(1, 4, device=device))
+    children = Children(torch.ones(1, 4, device=device), probs, torch.zeros(1, 4, device=device))
     found = check_ranks(backend, Ranked(fit, level, Memory.empty(1, device), children))
     assert found[0, 0, 0] > found[0, 0, 1] == found[0, 0, 2] and found[0, 1, 1] > found[0, 1, 2]
     assert not bool(found[0, 2].any()) and found[0, 3, 0] > 0

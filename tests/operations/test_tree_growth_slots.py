@@ -17,7 +17,7 @@ from helpers.growth_problems import (
     KINDS,
     Ranked,
     relative_values,
-    some_siblings,
+    some_children,
     some_table,
     some_values,
 )
@@ -159,7 +159,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for name in names:
             if hasattr(owner, name):
                 monkeypatch.setattr(owner, name, lambda *_, word=f"{name} {by}": asked.append(word))
-    table, children, small = some_table(1, 4, 0, CPU), some_siblings(1, 3, 4, 0, CPU), torch.rand(1, 8)
+    table, children, small = some_table(1, 4, 0, CPU), some_children(1, 3, 4, 0, CPU), torch.rand(1, 8)
     ranked, memory = Ranked.draw(1, 3, 4, 0, CPU), Memory.empty(1, CPU)
     asked.clear()
     terms = Terms(4, 0.0, 1)
