@@ -1,4 +1,4 @@
-"""A clock that leaves out the time in which code is compiled, or compiled code is loaded from a cache.
+"""A clock that leaves out the time in which code is compiled or loaded from a cache, and the clock of a device.
 
 Speeds and times of steps are taken by it, so that they are the same in the first run on a machine and in later ones.
 """
@@ -9,8 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["begin_compiling", "clock", "compile_seconds", "compiling", "end_compiling"]
+import torch
+
+__all__ = ["begin_compiling", "clock", "compile_seconds", "compiling", "elapsed", "end_compiling", "mark", "wait_for"]
 
 _lock = threading.Lock()
 _depth = 0  # compilations that run now, one inside another or in several threads
@@ -56,3 +59,24 @@ def compiling() -> Iterator[None]:
         yield
     finally:
         end_compiling()
+
+
+def mark(device: torch.device) -> Any:
+    """Return the present time, for `elapsed`: that of `clock`, or on a GPU an event of the current stream."""
+    if device.type != "cuda":
+        return clock()
+    # An external event is recorded anew by every replay of the graph that it is captured in.
+    event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def elapsed(begin: Any, end: Any) -> float:
+    """Return the seconds between two marks; on a GPU, once the work before them has ended."""
+    return float(end - begin if isinstance(begin, float) else 1e-3 * begin.elapsed_time(end))
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has ended its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.kernels.dispatch import host_can_read
 
-__all__ = ["HostCopy", "side_stream", "upload"]
+__all__ = ["HostCopy", "arrival", "side_stream", "to_host", "upload"]
 
 
 class HostCopy:
@@ -22,18 +22,31 @@ class HostCopy:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        self._copy, self._arrival = tensor, None
-        if tensor.is_cuda:
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-            self._copy.copy_(tensor, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record(torch.cuda.current_stream(tensor.device))
+        self._copy = to_host(tensor) if tensor.is_cuda else tensor
+        self._arrival = arrival(tensor.device)
 
     def read(self) -> Tensor:
         """Return the copy; wait until it has arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()
         return self._copy
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Start to copy a tensor to pinned memory of the host; complete once ``arrival`` has come."""
+    if host_can_read(tensor):
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def arrival(device: torch.device) -> torch.cuda.Event | None:
+    """Return an event that comes when the copies that were started so far are complete; None where they are."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 def side_stream(like: Tensor) -> torch.cuda.Stream | None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import uses_triton
+from stree.kernels.dispatch import host_can_read, uses_triton
 from stree.kernels.tiles import padded
 
-__all__ = ["Seen", "Texts", "emit"]
+__all__ = ["Seen", "Texts", "emit", "unchecked_maxima"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,6 +73,11 @@ class Seen:
         torch._foreach_copy_([self.lengths, self.pending], [texts.lengths, texts.pending])  # one launch
 
 
+def unchecked_maxima(logits: Tensor) -> Tensor | None:
+    """Return the greatest of each row of float[..., vocab] logits; None where the host has checked them."""
+    return None if host_can_read(logits) else logits.amax(-1)
+
+
 def emit(
     tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts,
     highest: Tensor | None = None, *, may_be_infinite: bool = False,
@@ -85,7 +90,7 @@ def emit(
         path_lengths: int32[batch], 0 for a sequence that takes no part.
         next_token: int64[batch].
         texts: written to.
-        highest: float[batch, n], greatest logit of each node, or None where logits were checked.
+        highest: float[batch, n], greatest logit of each node: see ``unchecked_maxima``.
         may_be_infinite: whether it may be +inf.
 
     Returns:

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from stree.decode.timing import StepTimer
+from stree.kernels.clock import wait_for
 from stree.models.state import TreeStep
 
 __all__ = ["ModuleTimer"]
@@ -43,8 +42,7 @@ class ModuleTimer:
 
     def seconds(self, names: Sequence[str]) -> dict[str, float]:
         """Sum the spans of each name."""
-        if self._model.device.type == "cuda":
-            torch.cuda.synchronize()
+        wait_for(self._model.device)
         sums = dict.fromkeys(names, 0.0)
         for name, seconds in self._spans.seconds():
             if name in sums:

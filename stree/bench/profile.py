@@ -21,6 +21,7 @@ from stree.decode.timing import StepTimer
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
 from stree.generation import generate
 from stree.growth import Growth
+from stree.kernels.clock import wait_for
 from stree.models.state import TreeStep
 from stree.models.state_size import measure_state, modules_by_kind, weight_bytes
 from stree.models.tree_lm import TreeLM
@@ -222,8 +223,7 @@ def copy_bandwidth(device: torch.device) -> float:
     for _ in range(6):
         target.copy_(source)
         clock.lap("copy")
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait_for(device)
     return 2 * COPIED / min(seconds for _, seconds in clock.seconds())
 
 

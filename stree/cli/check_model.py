@@ -18,6 +18,7 @@ from stree.bench.records import environment
 from stree.files import replacing
 from stree.generation import generate
 from stree.inputs import load_tokenizer, locate
+from stree.kernels.clock import wait_for
 from stree.models.loading import load_config
 from stree.models.self_check import layer_errors, model_error
 from stree.models.state_size import measure_state
@@ -166,15 +167,10 @@ def _step_times(lm: TreeLM, nodes: int) -> list[float]:
     tree = TokenTree(torch.arange(nodes, device=lm.device)[None] % lm.vocab_size, parents)
     root, length = torch.zeros(1, 1, dtype=torch.long, device=lm.device), torch.ones(1, dtype=torch.long)
     for _ in range(WARM_UP + STEPS):
-        _synchronize(lm)
+        wait_for(lm.device)
         began = time.perf_counter()
         lm.verify(state, tree)
         lm.commit(state, root, length.to(lm.device))
-        _synchronize(lm)
+        wait_for(lm.device)
         times.append(time.perf_counter() - began)
     return times[WARM_UP:]
-
-
-def _synchronize(lm: TreeLM) -> None:
-    if lm.device.type == "cuda":
-        torch.cuda.synchronize(lm.device)

@@ -22,7 +22,7 @@ from stree.decode.step_cache import StepCache, drafter_key, state_length
 from stree.decode.step_result import StepResult
 from stree.drafters import Drafter
 from stree.kernels.clock import clock, compile_seconds
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.dispatch import fixes_shapes
 from stree.models.layout import layout_of
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -250,7 +250,7 @@ class DecodeLoop:
     def _new_step(self, batch: int, policy: BudgetPolicy) -> DecodeStep:
         """Allocate a state, and the decode step that works on it."""
         state = self.lm.new_state(batch, self.max_length(policy), max(policy.max_nodes, self.batch.min_nodes))
-        state.fixed_shapes = not host_can_read(state.lengths)  # captured steps must not grow
+        state.fixed_shapes = fixes_shapes(state.lengths)  # captured steps must not grow
         options: dict[str, Any] = {
             "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,
             "max_length": self.max_length(policy), "most_stops": self.batch.most_stops,

@@ -25,8 +25,7 @@ from stree.decode.step_result import LaunchedStep, StepResult, Wanted
 from stree.decode.timing import StepTimer
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
 from stree.growth import Growth
-from stree.kernels.dispatch import host_can_read
-from stree.kernels.step.texts import Seen, Texts, emit
+from stree.kernels.step.texts import Seen, Texts, emit, unchecked_maxima
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Random
@@ -163,10 +162,9 @@ class DecodeStep:
 
         ``accept`` has checked the logits where the host can read them; elsewhere the report says what it would refuse.
         """
-        highest = None if host_can_read(logits) else logits.amax(-1)
         return emit(
-            tree.tokens, acceptance.path, acceptance.path_lengths, acceptance.next_token, self.texts, highest,
-            may_be_infinite=self.sampling.is_greedy,
+            tree.tokens, acceptance.path, acceptance.path_lengths, acceptance.next_token, self.texts,
+            unchecked_maxima(logits), may_be_infinite=self.sampling.is_greedy,
         )  # fmt: skip
 
     def _decode_without_drafter(self, problem: Exception) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stree.decode.logprobs import token_logprobs
 from stree.decode.timing import StepTimer
 from stree.drafters import Draft
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.host_copies import arrival, to_host
 from stree.verify import Acceptance
 
 __all__ = ["LaunchedStep", "StepResult", "StepTrees", "Wanted"]
@@ -128,24 +127,13 @@ class LaunchedStep:
         if wanted.top_logprobs is not None:
             assert self.raw_path_logits is not None, "the step was launched with what is wanted"
             values = token_logprobs(self.raw_path_logits, self.report[:, :-3], wanted.top_logprobs)
-            logprobs = _to_host(values)
+            logprobs = to_host(values)
         trees = None
         if wanted.trees:
-            trees = StepTrees(_to_host(tree.tokens), _to_host(tree.parents), _to_host(self.acceptance.path))
-        report, arrival = _to_host(self.report), None
-        if self.report.device.type == "cuda":
-            arrival = torch.cuda.Event()
-            arrival.record(torch.cuda.current_stream(self.report.device))
+            trees = StepTrees(to_host(tree.tokens), to_host(tree.parents), to_host(self.acceptance.path))
+        report = to_host(self.report)
         return StepResult(
             report, self.timer, tree.tokens.shape[1], self.draft.num_calls, self.draft.is_reused, self.is_steady,
             self.path_logits.clone() if wanted.logits and self.path_logits is not None else None, logprobs, trees,
-            arrival,
+            arrival(self.report.device),
         )  # fmt: skip
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Start to copy a tensor to pinned memory of the host."""
-    if host_can_read(tensor):
-        return tensor.clone()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)

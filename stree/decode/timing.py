@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from stree.kernels.clock import clock
+from stree.kernels.clock import elapsed, mark, wait_for
 
 __all__ = ["StepTimer"]
 
@@ -24,7 +24,7 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: list[tuple[Shares, Any, Any]] = []
-        self._last = self._mark()
+        self._last = mark(device)
 
     def lap(self, part: str) -> None:
         """Charge the time since the last lap to a part."""
@@ -32,7 +32,7 @@ class StepTimer:
 
     def lap_shared(self, shares: Shares) -> None:
         """Divide the time since the last lap between parts: a replayed graph is timed as a whole."""
-        now = self._mark()
+        now = mark(self._device)
         self._spans.append((shares, self._last, now))
         self._last = now
 
@@ -43,24 +43,12 @@ class StepTimer:
 
     def seconds(self) -> list[tuple[str, float]]:
         """Parts and their times in seconds; on a device, of a step that has ended."""
-        times = [(shares, self._elapsed(begin, end)) for shares, begin, end in self._spans]
+        times = [(shares, elapsed(begin, end)) for shares, begin, end in self._spans]
         return [(part, share * whole) for shares, whole in times for part, share in shares]
 
     def shares(self) -> Shares:
         """Parts and their shares of the whole time, once the device has ended the step."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        wait_for(self._device)
         parts = self.seconds()
         whole = max(sum(time_s for _, time_s in parts), 1e-12)
         return [(part, time_s / whole) for part, time_s in parts]
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return clock()
-        # An external event is recorded anew by every replay of the graph that it is captured in.
-        event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def _elapsed(self, begin: Any, end: Any) -> float:
-        return float(1e-3 * begin.elapsed_time(end) if self._device.type == "cuda" else end - begin)
