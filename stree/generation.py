@@ -276,7 +276,7 @@ def _decode(
     key = None if step_cache is None else loop.key(drafter, policy, batch.max_batch)
     extent = Extent(
         batch.max_batch, loop.max_length(policy), max_nodes, batch.max_batch, batch.prompt_length,
-        single_rows=int(batch.refills), is_greedy=batch.is_greedy,
+        is_padded=batch.is_padded, single_rows=int(batch.refills), is_greedy=batch.is_greedy,
     )  # fmt: skip
     _reserve_memory(lm, drafter, step_cache, extent, key)
     yield loop

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import psutil
 import torch
 
 from stree.drafters import Drafter
-from stree.models.patching import is_linear, num_features
+from stree.models.prefill import pads_exactly
 from stree.models.prefill_memory import prefill_bytes
 from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
@@ -17,8 +16,6 @@ from stree.models.tree_lm import TreeLM
 __all__ = ["Extent", "arithmetic", "check_memory", "fits_in_memory", "free_bytes", "needed_bytes", "state_bytes"]
 
 PAIR_BYTES = 10  # of a tree's masks, for every pair of its nodes: two of one byte and one of eight
-LAYER = re.compile(r"(?:^|\.)\d+\.[^.]+")  # a part of a decoder layer within the name of a module
-COPIES = 1.5  # of the outputs of a layer's projections: activated, gated or rotated ones beside those that they read
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +26,9 @@ class Extent:
         batch: sequences at once.
         length: most tokens that a state holds of each.
         nodes: most nodes of a tree, root included.
-        prompts: prompts that one forward pass runs together.
+        prompts: prompts that are prefilled together, or one by one where a model cannot pad them.
         prompt_length: most tokens of each.
+        is_padded: whether they may differ in length.
         single_rows: states of one row beside the batch's, which prompts are prefilled in.
         is_greedy: whether no token is sampled.
     """
@@ -40,6 +38,7 @@ class Extent:
     nodes: int
     prompts: int = 1
     prompt_length: int = 1
+    is_padded: bool = False
     single_rows: int = 0
     is_greedy: bool = False
 
@@ -73,10 +72,10 @@ def fits_in_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> bool:
 
 def needed_bytes(lm: TreeLM, drafter: Drafter, extent: Extent) -> int:
     """Bytes of all states, the contexts of one-shot heads included, and of the larger one of prefill and step."""
-    rows, length = extent.batch + extent.single_rows, extent.length
-    models = _models(lm, drafter, extent.nodes)
-    contexts = sum(getattr(model, "context_bytes_per_token", 0) for model in drafter.models) * extent.batch * length
-    states = sum(state_bytes(model, rows, length, extent.nodes) for model in models)
+    batch, length, models = extent.batch, extent.length, _models(lm, drafter, extent.nodes)
+    contexts = sum(getattr(model, "context_bytes_per_token", 0) for model in drafter.models) * batch * length
+    rows = {id(model): batch + max(extent.single_rows, _runs_one_by_one(model, extent)) for model in models}
+    states = sum(state_bytes(model, rows[id(model)], length, extent.nodes) for model in models)
     return contexts + states + _passing(models, extent)
 
 
@@ -97,24 +96,17 @@ def _vocabulary_bytes(lm: TreeLM, extent: Extent, *, is_target: bool) -> int:
 
 
 def _prefill_bytes(lm: TreeLM, extent: Extent) -> int:
-    """Bytes of a prefill by transformers' forward: its own cache, and the activations and the scan of a layer."""
+    """Bytes of a prefill beside the state."""
     length = min(extent.prompt_length, lm.chunk_size or extent.prompt_length)
+    prompts = 1 if _runs_one_by_one(lm, extent) else extent.prompts
     memory = _measured(lm)
-    cache = memory.state + memory.window + memory.kv_per_token * length
-    return extent.prompts * (cache + _activation_bytes(lm) * length) + prefill_bytes(lm, extent.prompts, length)
+    cache = prompts * (memory.state + memory.window + memory.kv_per_token * length)  # where more cannot be measured
+    return max(cache, prefill_bytes(lm, prompts, length, is_padded=extent.is_padded and prompts > 1))
 
 
-def _activation_bytes(lm: TreeLM) -> int:
-    """Bytes of a token's activations in the widest part of a layer, with the residual and what a norm makes of it."""
-    if "activations" not in lm.cache:
-        widths, hidden = dict[str, int](), lm.model.get_input_embeddings().weight.shape[-1]
-        for name, module in lm.model.named_modules():
-            if is_linear(module) and (part := LAYER.search(name)):
-                widths[part.group()] = widths.get(part.group(), 0) + num_features(module)[1]
-        width = 3 * hidden + COPIES * max(widths.values(), default=hidden)
-        lm.cache["activations"] = int(width * lm.dtype.itemsize)
-    size: int = lm.cache["activations"]
-    return size
+def _runs_one_by_one(lm: TreeLM, extent: Extent) -> bool:
+    """Whether each prompt is prefilled in a state of one row."""
+    return extent.is_padded and extent.prompts > 1 and not pads_exactly(lm)
 
 
 def state_bytes(lm: TreeLM, batch: int, length: int, nodes: int) -> int:

@@ -30,6 +30,7 @@ MODELS = {
     "convolutions": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
 }
 OF_EACH_KIND = ("bamba", "mamba", "qwen3_5_text", "recurrent_gemma", "lfm2", "llama")
+OF_EACH_PREFILL = (*OF_EACH_KIND, "gemma2", "mistral", "lfm2_moe", "kimi_linear", "zamba2")
 
 
 @pytest.mark.parametrize("max_length", [300, 4200])
@@ -51,10 +52,22 @@ def test_states_of_captured_steps_are_as_large_as_was_checked(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("batch", "length"), [(8, 512), (2, 512), (8, 32)])
 def test_a_prefill_takes_as_much_as_was_checked(name: str, batch: int, length: int) -> None:
-    lm = stree.TreeLM(AutoModelForCausalLM.from_config(MODELS[name]).eval())
+    assert_prefill_is_checked(stree.TreeLM(AutoModelForCausalLM.from_config(MODELS[name]).eval()), [length] * batch)
+
+
+@pytest.mark.parametrize("family", slow_unless(OF_EACH_PREFILL.__contains__, FAMILIES))
+@pytest.mark.parametrize("lengths", [[128, 128], [128, 90]])
+def test_a_prefill_of_every_family_takes_as_much_as_was_checked(family: str, lengths: list[int]) -> None:
+    assert_prefill_is_checked(stree.TreeLM(family_model(family)), lengths)
+
+
+def assert_prefill_is_checked(lm: stree.TreeLM, lengths: list[int]) -> None:
+    batch, longest = len(lengths), max(lengths)
     with PeakMemory() as memory_of:
-        lm.prefill(lm.new_state(batch, length + 16, 16), torch.zeros(batch, length, dtype=torch.long))
-    extent = Extent(batch, length + 16, 16, batch, length, is_greedy=True)
+        state = lm.new_state(batch, longest + 16, 16)
+        lm.prefill(state, torch.zeros(batch, longest, dtype=torch.long), torch.tensor(lengths))
+    is_padded = len(set(lengths)) > 1
+    extent = Extent(batch, longest + 16, 16, batch, longest, is_padded=is_padded, is_greedy=True)
     assert 0.95 < memory.needed_bytes(lm, NoDrafter(), extent) / memory_of.peak < 1.05
 
 
