@@ -8,13 +8,26 @@ import psutil
 import torch
 
 from stree.drafters import Drafter
+from stree.drafters.draft_state import CHUNK
+from stree.drafters.tree_builder import columns_run, narrowed
+from stree.growth import Growth
 from stree.models.prefill import pads_exactly
 from stree.models.prefill_memory import prefill_bytes
 from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["Extent", "arithmetic", "check_memory", "fits_in_memory", "free_bytes", "needed_bytes", "state_bytes"]
+__all__ = [
+    "Extent",
+    "arithmetic",
+    "check_memory",
+    "draft_nodes",
+    "fits_in_memory",
+    "free_bytes",
+    "needed_bytes",
+    "state_bytes",
+]
 
+INT64 = 8  # bytes, and those of a float64
 PAIR_BYTES = 10  # of a tree's masks, for every pair of its nodes: two of one byte and one of eight
 
 
@@ -31,6 +44,8 @@ class Extent:
         is_padded: whether they may differ in length.
         single_rows: states of one row beside the batch's, which prompts are prefilled in.
         is_greedy: whether no token is sampled.
+        truncates: whether top-k, top-p or min-p may exclude tokens.
+        draft_nodes: most nodes that a draft model runs for a tree, where that is more than ``nodes``.
     """
 
     batch: int
@@ -41,6 +56,17 @@ class Extent:
     is_padded: bool = False
     single_rows: int = 0
     is_greedy: bool = False
+    truncates: bool = False
+    draft_nodes: int = 0
+
+    def nodes_of(self, place: int) -> int:
+        """Return the nodes that a state of the target, which has place 0, or of a draft model has room for."""
+        return max(self.nodes, self.draft_nodes, CHUNK + 1) if place else self.nodes
+
+
+def draft_nodes(growth: Growth | None, budget: int) -> int:
+    """Return the most nodes that a draft model runs for a tree of a growth; 0 where none is grown."""
+    return 0 if growth is None or budget == 1 else columns_run(narrowed(growth.plan(budget)))
 
 
 def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
@@ -57,7 +83,9 @@ def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
     need, free = needed_bytes(lm, drafter, extent), free_bytes(lm.device)
     if need > free:
         models = _models(lm, drafter, extent.nodes)
-        sums = " and ".join(arithmetic(model, extent.batch, extent.length, extent.nodes) for model in models)
+        sums = " and ".join(
+            arithmetic(model, extent.batch, extent.length, extent.nodes_of(place)) for place, model in enumerate(models)
+        )
         passing = f"{_size(_passing(models, extent))} of them in a prefill or in the logits of a step"
         raise ValueError(
             f"the states need {_size(need)}, {passing}, {sums}, and {_size(free)} are free on {lm.device}; "
@@ -74,25 +102,38 @@ def needed_bytes(lm: TreeLM, drafter: Drafter, extent: Extent) -> int:
     """Bytes of all states, the contexts of one-shot heads included, and of the larger one of prefill and step."""
     batch, length, models = extent.batch, extent.length, _models(lm, drafter, extent.nodes)
     contexts = sum(getattr(model, "context_bytes_per_token", 0) for model in drafter.models) * batch * length
-    rows = {id(model): batch + max(extent.single_rows, _runs_one_by_one(model, extent)) for model in models}
-    states = sum(state_bytes(model, rows[id(model)], length, extent.nodes) for model in models)
+    states = 0
+    for place, model in enumerate(models):
+        rows = batch + max(extent.single_rows, _runs_one_by_one(model, extent))
+        states += state_bytes(model, rows, length, extent.nodes_of(place))
     return contexts + states + _passing(models, extent)
 
 
 def _passing(models: list[TreeLM], extent: Extent) -> int:
     """Bytes that are free again after a prefill, which models run one after the other, or after a step."""
     step = extent.batch * sum(
-        _vocabulary_bytes(model, extent, is_target=not place) for place, model in enumerate(models)
+        (_distribution_bytes if place else _logits_bytes)(model, extent) for place, model in enumerate(models)
     )
     return max([step, *(_prefill_bytes(model, extent) for model in models)])  # a target without weights has neither
 
 
-def _vocabulary_bytes(lm: TreeLM, extent: Extent, *, is_target: bool) -> int:
-    """Bytes of a text's logits and distributions in a step: a draft model keeps the distributions that it drew from."""
+def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
+    """Bytes of a text's logits in a step, and of what accepting tokens makes of them."""
     weights = lm.dtype.itemsize
-    copies = weights + (4 if weights < 4 else 0) if is_target else 0  # as computed, and in float32
-    copies += 0 if extent.is_greedy and is_target else max(4, weights)
+    wide = max(4, weights)
+    if extent.is_greedy:
+        copies = wide + weights * (weights < 4)  # as computed, and in float32
+    elif extent.truncates:
+        copies = 3 * wide + 3 * INT64 + 1  # divided and sorted; their places, two of the sums; a mask
+    else:
+        copies = 2 * wide + INT64 * (lm.device.type == "cpu")  # with their probabilities, and sums in float64
     return extent.nodes * lm.vocab_size * copies
+
+
+def _distribution_bytes(lm: TreeLM, extent: Extent) -> int:
+    """Bytes of a text's distributions that a draft model keeps in a step: those that it drew from."""
+    nodes = extent.nodes if extent.is_greedy else max(extent.nodes, extent.draft_nodes)
+    return nodes * lm.vocab_size * max(4, lm.dtype.itemsize)
 
 
 def _prefill_bytes(lm: TreeLM, extent: Extent) -> int:
