@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,10 +19,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["MOST_BYTES", "SCANS", "bounds_memory", "memory_bounded", "peak_bytes", "run_in_slices", "scan_bytes"]
+from stree.models.peak_bytes import peak_bytes
+
+__all__ = [
+    "MOST_BYTES",
+    "SCANS",
+    "bounds_memory",
+    "memory_bounded",
+    "run_in_slices",
+    "scan_bytes",
+    "scan_without_values",
+]
 
 MOST_BYTES = 2**29  # of a scan's temporaries; more only where one row of LEAST_CHUNK tokens needs more
 LEAST_CHUNK = 16  # tokens
@@ -120,6 +128,33 @@ def scan_bytes(name: str, function: Callable[..., Any], **kwargs: Any) -> int:
     return rows * channels * _channel_bytes(given)
 
 
+def scan_without_values(
+    name: str, function: Callable[..., Any], *args: Any, has_temporaries: bool, **kwargs: Any
+) -> Any:
+    """Return what ``run_in_slices`` does of tensors on ``meta``, by a scan of one chunk or token.
+
+    Args:
+        name: of the package's function that the torch function replaces, a key of ``SCANS``.
+        function: the torch function.
+        args: its arguments.
+        has_temporaries: whether to allocate the temporaries of all tokens, and free them.
+        kwargs: its further arguments.
+    """
+    scan, given = SCANS[name], _bound(function, args, kwargs)
+    torch.empty(scan_bytes(name, function, **given) * has_temporaries, dtype=torch.uint8, device="meta")
+    if isinstance(scan, ChannelScan):
+        one = {name: given[name][..., :1] for name in (*scan.both, *scan.rows) if given[name] is not None}
+        piece, state = function(**given | one | {"return_last_state": True})
+        output = piece.new_empty(given["hidden_states"].shape)
+        return (output, state) if given["return_last_state"] else output
+    one = {name: given[name][:, : given["chunk_size"]] for name in scan.rows}
+    piece, view = function(**given | one | {scan.returns_state: True})
+    output, state = piece.new_empty(*given[scan.rows[0]].shape[:2], *piece.shape[2:]), view.clone()
+    if given[scan.returns_state]:
+        return output, state
+    return (output, None) if scan is _DELTA else output
+
+
 _signature = functools.cache(inspect.signature)
 
 
@@ -204,6 +239,10 @@ def _chunk_slices(scan: ChunkScan, function: Callable[..., Any], given: Mapping[
         chunks *= 2
     row = _row_bytes(scan, function, given, chunks, chunk)
     rows = max(1, min(batch, MOST_BYTES // row))
+    if chunks > needed:  # between two sizes that are measured already
+        half = chunks // 2
+        below = _row_bytes(scan, function, given, half, chunk)
+        row = below + (row - below) * (needed - half) // (chunks - half)
     return Slices(rows, chunks * chunk, chunk, rows * row)
 
 
@@ -222,43 +261,3 @@ def _row_bytes(scan: ChunkScan, function: Callable[..., Any], given: Mapping[str
         with torch.no_grad(), _disable_current_modes():
             _peaks[key] = peak_bytes(lambda: function(**{**given, **changed}))
     return _peaks[key]
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Return the most bytes of tensors that exist at once of those that a call makes; they may be on ``meta``."""
-    tracker = _Tracker()
-    with tracker:
-        call()
-    return tracker.peak
-
-
-class _Tracker(TorchDispatchMode):
-    """Counts the bytes of the storages that operations make; those of the first arguments are not counted."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak: int = 0
-        self._held: int = 0
-        self._made: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count what it makes."""
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        for storage in _storages(out):
-            if storage._cdata not in given | self._made:
-                self._made.add(storage._cdata)
-                self._held += storage.nbytes()
-                self.peak = max(self.peak, self._held)
-                weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
-        return out
-
-    def _free(self, key: int, num_bytes: int) -> None:
-        """Take a freed storage off."""
-        self._made.discard(key)
-        self._held -= num_bytes
-
-
-def _storages(values: Any) -> list[Any]:
-    """List the storages of all tensors in nested values."""
-    return [one.untyped_storage() for one in tree_leaves(values) if isinstance(one, Tensor)]

@@ -15,7 +15,7 @@ from stree.models.patched_model import PatchedModel
 from stree.models.patching import is_hooked, is_linear, num_features
 from stree.models.state import DecodeState
 
-__all__ = ["check_extension", "check_prompts", "run_prompts"]
+__all__ = ["check_extension", "check_prompts", "pads_exactly", "run_prompts"]
 
 
 def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None) -> list[int]:
@@ -84,7 +84,7 @@ def run_prompts(
         float32[batch, vocab] logits after each prompt (float64 for float64 models), and, where layers are given,
         float[batch, longest, len(hidden_layers), hidden_size].
     """
-    if len(set(sizes)) == 1 or _pads_exactly(model):
+    if len(set(sizes)) == 1 or pads_exactly(model):
         scores, recorded = _run_batch(model, state, input_ids, sizes, hidden_layers)
         return scores, [] if recorded is None else [recorded]
     logits, hidden = [], []
@@ -117,7 +117,7 @@ def _run_batch(
     return logits[:, -1].to(state_dtype(logits.dtype)), hidden
 
 
-def _pads_exactly(model: PatchedModel) -> bool:
+def pads_exactly(model: PatchedModel) -> bool:
     """Return whether prompts of different lengths may be left-padded."""
     # Eager attention masks float64 scores with the smallest float64 and takes their softmax in float32, where that is
     # -inf: a column of padding, which attends to no token, becomes NaN.

@@ -15,18 +15,21 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stree.models.bounded_scan import SCANS, bounds_memory, run_in_slices
+from stree.models.bounded_scan import SCANS, bounds_memory, run_in_slices, scan_without_values
 
 __all__ = [
     "BoundFunction",
     "functions_of",
+    "measured_on",
     "route_functions",
     "route_model",
     "serving_packages",
@@ -43,6 +46,7 @@ PREFILL = ("causal_conv1d_fn", *SCANS)  # the others serve one-token decoding an
 CELLS = {"func", "func_name", "is_new_implementation", "package", "torch_function"}
 
 logger = logging.getLogger("stree")
+_measured_device: ContextVar[torch.device | None] = ContextVar("measured_device", default=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +74,8 @@ class BoundFunction:
 
     def serves(self, device: torch.device) -> bool:
         """Return whether another package's function serves calls with tensors on a device."""
+        if device.type == "meta":
+            device = _measured_device.get() or device
         return (self.from_package or self.is_from_hub) and device.type != "cpu"
 
     def server(self, device: torch.device) -> str:
@@ -77,6 +83,16 @@ class BoundFunction:
         if self.is_from_hub:
             return "hub"
         return f"{self.package} {version_of(self.package)}" if self.serves(device) else "torch"
+
+
+@contextmanager
+def measured_on(device: torch.device) -> Iterator[None]:
+    """Let scans of tensors on ``meta`` return at once, with the temporaries that they would make on a device."""
+    token = _measured_device.set(device)
+    try:
+        yield
+    finally:
+        _measured_device.reset(token)
 
 
 def functions_of(kind: type) -> dict[str, BoundFunction]:
@@ -168,7 +184,11 @@ def _routed(bound: BoundFunction) -> Callable[..., Any]:
     @functools.wraps(bound.torch_call)
     def call(*args: Any, **kwargs: Any) -> Any:
         device = next(one.device for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-        if bound.serves(device):
+        is_measured = _measured_device.get() is not None
+        if bound.name in SCANS and is_measured:
+            has_temporaries = not bound.serves(device)
+            return scan_without_values(bound.name, bound.torch_call, *args, has_temporaries=has_temporaries, **kwargs)
+        if bound.serves(device) and not is_measured:
             if bound.name == "causal_conv1d_fn":
                 args = (_aligned(args[0]), *args[1:])
             return bound.call(*args, **kwargs)

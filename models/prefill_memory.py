@@ -1,68 +1,138 @@
-"""Memory of prefill's scans where transformers' torch functions serve them."""
+"""Memory of a prefill: the peak of transformers' forward, which is run on tensors without values.
+
+A model of the same configuration is made on the ``meta`` device, so this allocates nothing.  Three operations are
+replaced there: attention, which would choose another algorithm; scans, whose loops over tokens or chunks would take
+long; and products of experts, which refuse some dtypes.
+"""
 
 from __future__ import annotations
 
+import copy
+import logging
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-from stree.models.bounded_scan import scan_bytes
-from stree.models.layers.base import LayerSpec
-from stree.models.layers.delta_rule import DeltaSpec
-from stree.models.layers.mamba1 import Mamba1Spec
-from stree.models.layers.mamba2 import Mamba2Spec
 from stree.models.patched_model import PatchedModel
-from stree.models.prefill_functions import functions_of
+from stree.models.peak_bytes import PeakBytes
+from stree.models.prefill_functions import measured_on
 
 __all__ = ["prefill_bytes"]
 
-MOST_TOKENS = 1 << 20  # slices of longer texts are the same
+MOST_TOKENS = 1 << 20  # of longer texts the bytes of a token are those of this length
+STEPS, LEAST_STEP = 32, 16  # lengths that are measured between a power of two and the next; tokens between two
+ATTENTION = ("eager", "sdpa")  # implementations that run without values; others take no more memory than sdpa
+
+logger = logging.getLogger("stree")
+_measured: dict[tuple[Any, ...], int] = {}
 
 
-def prefill_bytes(lm: PatchedModel, batch: int, length: int) -> int:
-    """Return the most bytes of temporaries that a layer's scan makes in a prefill of ``batch`` texts of ``length``.
+def prefill_bytes(lm: PatchedModel, batch: int, length: int, *, is_padded: bool = False) -> int:
+    """Return the most bytes that transformers' forward of prompts holds: its cache, activations and temporaries.
 
-    Layers run one after another, so this is not a sum.  A package's function, which makes none, counts 0.
+    Args:
+        lm: the model; its weights are not read.
+        batch: prompts that run together.
+        length: tokens of each, which are rounded up by 3 %, or 15 tokens, at most.
+        is_padded: whether the prompts differ in length.
+
+    Returns:
+        The bytes, or 0 for a model whose forward needs values.
     """
-    length = min(length, MOST_TOKENS)
-    layers = {(type(mixer), lm.specs[site]): mixer for site, mixer in lm.mixers.items()}
-    return max((_layer_bytes(mixer, spec, batch, length) for (_, spec), mixer in layers.items()), default=0)
+    if length > MOST_TOKENS:
+        return prefill_bytes(lm, batch, MOST_TOKENS, is_padded=is_padded) * -(-length // MOST_TOKENS)
+    step = max(LEAST_STEP, (1 << (length - 1).bit_length()) // (2 * STEPS))
+    length = -(-length // step) * step
+    config = lm.model.config
+    kind = type(lm.model), config.to_json_string(), _attention(config), lm.dtype, lm.device.type
+    key = kind, batch, length, is_padded
+    if key not in _measured:
+        try:
+            _measured[key] = _measure(lm, batch, length, is_padded)
+        except Exception as problem:
+            logger.debug("the memory of a prefill is not checked: %s: %s", type(problem).__name__, problem)
+            _measured[key] = 0
+    return _measured[key]
 
 
-def _layer_bytes(mixer: Any, spec: LayerSpec, batch: int, length: int) -> int:
-    """Return the bytes of the temporaries of one layer's scan."""
-    found = _arguments(mixer, spec, batch, length)
-    if found is None:
-        return 0
-    name, arguments = found
-    function = functions_of(type(mixer)).get(name)
-    if function is None or function.serves(spec.device):
-        return 0
-    return scan_bytes(name, function.torch_call, **arguments)
+def _measure(lm: PatchedModel, batch: int, length: int, is_padded: bool) -> int:
+    """Run the forward on ``meta``."""
+    other = copy.copy(lm)
+    with torch.no_grad(), _disable_current_modes(), torch.device("meta"), measured_on(lm.device):
+        other.model = _model_without_values(lm)
+        cache, positions = lm.family.new_cache(other.model.config), torch.arange(length).expand(batch, length)
+        tokens = torch.zeros(batch, length, dtype=torch.long)
+        tracker = _PrefillBytes(is_padded)
+        with tracker, _Attention(lm.device):
+            other.forward(tokens, cache, positions, torch.ones_like(tokens), logits_to_keep=1)
+    return tracker.peak
 
 
-def _arguments(mixer: Any, spec: LayerSpec, batch: int, length: int) -> tuple[str, dict[str, Any]] | None:
-    """Return the name of a layer's scan and its arguments without values, or None for a layer that has none."""
+def _model_without_values(lm: PatchedModel) -> Any:
+    """Return a model of the same class and configuration."""
+    config = copy.deepcopy(lm.model.config)
+    config._attn_implementation = _attention(config)
+    model = type(lm.model)(config).to(lm.dtype).eval()
+    if getattr(model, "_can_set_experts_implementation", bool)():
+        model.set_experts_implementation("grouped_mm")  # loops over experts that tokens are routed to need values
+    for module in model.modules():
+        if hasattr(module, "_rnn_scan"):
+            module._rnn_scan = _rnn_scan
+    return model
 
-    def empty(*shape: int, dtype: torch.dtype = spec.dtype) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device="meta")
 
-    if isinstance(spec, Mamba2Spec):
-        heads = spec.nheads
-        rates = {name: empty(heads, dtype=torch.float32) for name in ("A", "D", "dt_bias")}
-        inputs = {"hidden_states": empty(batch, length, heads, spec.headdim), "dt": empty(batch, length, heads)}
-        factors = {name: empty(batch, length, spec.ngroups, spec.dstate) for name in ("B", "C")}
-        given = inputs | factors | rates
-        return "mamba_chunk_scan_combined", {**given, "chunk_size": mixer.chunk_size, "dt_softplus": True}
-    if isinstance(spec, DeltaSpec):
-        inputs = {name: empty(batch, length, spec.heads, spec.dk) for name in ("query", "key")}
-        inputs |= {"value": empty(batch, length, spec.heads, spec.dv), "beta": empty(batch, length, spec.heads)}
-        inputs["g"] = empty(batch, length, spec.heads, *[spec.dk] * spec.per_channel)
-        name = "chunk_kda" if spec.per_channel else "chunk_gated_delta_rule"
-        return name, {**inputs, "use_qk_l2norm_in_kernel": True}
-    if isinstance(spec, Mamba1Spec):
-        inputs = {name: empty(batch, spec.channels, length) for name in ("hidden_states", "dt")}
-        inputs |= {name: empty(batch, spec.dstate, length) for name in ("B", "C")}
-        return "selective_scan_fn", inputs | {"A": empty(spec.channels, spec.dstate, dtype=torch.float32)}
-    return None
+def _attention(config: Any) -> str:
+    name = getattr(config, "_attn_implementation", None)
+    return name if name in ATTENTION else "sdpa"
+
+
+def _rnn_scan(hidden_states: Tensor, recurrent_gate: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """Return what the RG-LRU's loop over tokens does, with a copy of its gate."""
+    gate = torch.empty_like(recurrent_gate)
+    out = torch.empty_like(hidden_states)
+    del gate
+    return out, torch.empty_like(hidden_states[:, 0], dtype=torch.float32)
+
+
+class _PrefillBytes(PeakBytes):
+    """Counts bytes where experts may be of any dtype, and the model asks whether a mask hides padding."""
+
+    def __init__(self, is_padded: bool) -> None:
+        super().__init__()
+        self._is_padded = is_padded
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return not self._is_padded  # whether all of the mask is 1
+        if func is torch.ops.aten._grouped_mm.default:
+            func = _grouped_mm
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _grouped_mm(rows: Tensor, weights: Tensor, *_: Any, **__: Any) -> Tensor:
+    return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+
+class _Attention(TorchFunctionMode):
+    """Attention without a matrix of scores, but on a CPU for values of another width than the keys."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._is_cpu = device.type == "cpu"
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query, key, value = args
+        if self._is_cpu and key.shape[-1] != value.shape[-1]:
+            return func(*args, **kwargs)
+        mask = kwargs.get("attn_mask")
+        bias = None if mask is None else mask.to(query.dtype)
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+        del bias
+        return out

@@ -14,7 +14,7 @@ from stree.decode.batching import batch_for
 from stree.decode.failures import GenerationError, GenerationInterrupted, failures_with_output
 from stree.decode.logits_processors import LogitsProcessor
 from stree.decode.loop import DecodeLoop
-from stree.decode.memory import Extent, arithmetic, check_memory, fits_in_memory
+from stree.decode.memory import Extent, arithmetic, check_memory, draft_nodes, fits_in_memory
 from stree.decode.request import GenerateArguments, Streamer
 from stree.decode.sequences import Sequences
 from stree.decode.stats import Generation
@@ -276,7 +276,8 @@ def _decode(
     key = None if step_cache is None else loop.key(drafter, policy, batch.max_batch)
     extent = Extent(
         batch.max_batch, loop.max_length(policy), max_nodes, batch.max_batch, batch.prompt_length,
-        single_rows=int(batch.refills), is_greedy=batch.is_greedy,
+        is_padded=batch.is_padded, single_rows=int(batch.refills), is_greedy=batch.is_greedy,
+        truncates=any(kind.truncates for kind in batch.kinds), draft_nodes=draft_nodes(growth, max_nodes),
     )  # fmt: skip
     _reserve_memory(lm, drafter, step_cache, extent, key)
     yield loop

@@ -55,13 +55,15 @@ def batch_for(lm: TreeLM, prompts: Any, arguments: GenerateArguments, most_promp
         if max_batch is None or max_length is None:
             raise ValueError("an iterator of prompts needs max_batch and max_length, which bound the memory")
         each_one = _each(make, repeated)
-        return batch(each_one, max_batch=max_batch, max_length=max_length, prompt_length=max_length, refills=True)
+        return batch(
+            each_one, max_batch=max_batch, max_length=max_length, prompt_length=max_length, is_padded=True, refills=True
+        )  # fmt: skip
     requests = [make(place, prompt) for place, prompt in enumerate(repeated)]
     longest = max(len(request.prompt) + request.max_new_tokens for request in requests)
-    rows = min(max_batch or len(requests), len(requests))
+    rows, lengths = min(max_batch or len(requests), len(requests)), {len(request.prompt) for request in requests}
     return batch(
         iter(requests), max_batch=rows, max_length=max_length or longest,
-        prompt_length=max(len(request.prompt) for request in requests), refills=rows < len(requests),
+        prompt_length=max(lengths), is_padded=len(lengths) > 1, refills=rows < len(requests),
     )  # fmt: skip
 
 

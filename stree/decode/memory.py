@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import psutil
 import torch
 
 from stree.drafters import Drafter
-from stree.models.patching import is_linear, num_features
+from stree.drafters.draft_state import CHUNK
+from stree.drafters.tree_builder import columns_run, narrowed
+from stree.growth import Growth
+from stree.models.prefill import pads_exactly
 from stree.models.prefill_memory import prefill_bytes
 from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["Extent", "arithmetic", "check_memory", "fits_in_memory", "free_bytes", "needed_bytes", "state_bytes"]
+__all__ = [
+    "Extent",
+    "arithmetic",
+    "check_memory",
+    "draft_nodes",
+    "fits_in_memory",
+    "free_bytes",
+    "needed_bytes",
+    "state_bytes",
+]
 
+INT64 = 8  # bytes, and those of a float64
 PAIR_BYTES = 10  # of a tree's masks, for every pair of its nodes: two of one byte and one of eight
-LAYER = re.compile(r"(?:^|\.)\d+\.[^.]+")  # a part of a decoder layer within the name of a module
-COPIES = 1.5  # of the outputs of a layer's projections: activated, gated or rotated ones beside those that they read
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +39,13 @@ class Extent:
         batch: sequences at once.
         length: most tokens that a state holds of each.
         nodes: most nodes of a tree, root included.
-        prompts: prompts that one forward pass runs together.
+        prompts: prompts that are prefilled together, or one by one where a model cannot pad them.
         prompt_length: most tokens of each.
+        is_padded: whether they may differ in length.
         single_rows: states of one row beside the batch's, which prompts are prefilled in.
         is_greedy: whether no token is sampled.
+        truncates: whether top-k, top-p or min-p may exclude tokens.
+        draft_nodes: most nodes that a draft model runs for a tree, where that is more than ``nodes``.
     """
 
     batch: int
@@ -40,8 +53,20 @@ class Extent:
     nodes: int
     prompts: int = 1
     prompt_length: int = 1
+    is_padded: bool = False
     single_rows: int = 0
     is_greedy: bool = False
+    truncates: bool = False
+    draft_nodes: int = 0
+
+    def nodes_of(self, place: int) -> int:
+        """Return the nodes that a state of the target, which has place 0, or of a draft model has room for."""
+        return max(self.nodes, self.draft_nodes, CHUNK + 1) if place else self.nodes
+
+
+def draft_nodes(growth: Growth | None, budget: int) -> int:
+    """Return the most nodes that a draft model runs for a tree of a growth; 0 where none is grown."""
+    return 0 if growth is None or budget == 1 else columns_run(narrowed(growth.plan(budget)))
 
 
 def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
@@ -58,7 +83,9 @@ def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
     need, free = needed_bytes(lm, drafter, extent), free_bytes(lm.device)
     if need > free:
         models = _models(lm, drafter, extent.nodes)
-        sums = " and ".join(arithmetic(model, extent.batch, extent.length, extent.nodes) for model in models)
+        sums = " and ".join(
+            arithmetic(model, extent.batch, extent.length, extent.nodes_of(place)) for place, model in enumerate(models)
+        )
         passing = f"{_size(_passing(models, extent))} of them in a prefill or in the logits of a step"
         raise ValueError(
             f"the states need {_size(need)}, {passing}, {sums}, and {_size(free)} are free on {lm.device}; "
@@ -73,48 +100,54 @@ def fits_in_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> bool:
 
 def needed_bytes(lm: TreeLM, drafter: Drafter, extent: Extent) -> int:
     """Bytes of all states, the contexts of one-shot heads included, and of the larger one of prefill and step."""
-    rows, length = extent.batch + extent.single_rows, extent.length
-    models = _models(lm, drafter, extent.nodes)
-    contexts = sum(getattr(model, "context_bytes_per_token", 0) for model in drafter.models) * extent.batch * length
-    states = sum(state_bytes(model, rows, length, extent.nodes) for model in models)
+    batch, length, models = extent.batch, extent.length, _models(lm, drafter, extent.nodes)
+    contexts = sum(getattr(model, "context_bytes_per_token", 0) for model in drafter.models) * batch * length
+    states = 0
+    for place, model in enumerate(models):
+        rows = batch + max(extent.single_rows, _runs_one_by_one(model, extent))
+        states += state_bytes(model, rows, length, extent.nodes_of(place))
     return contexts + states + _passing(models, extent)
 
 
 def _passing(models: list[TreeLM], extent: Extent) -> int:
     """Bytes that are free again after a prefill, which models run one after the other, or after a step."""
     step = extent.batch * sum(
-        _vocabulary_bytes(model, extent, is_target=not place) for place, model in enumerate(models)
+        (_distribution_bytes if place else _logits_bytes)(model, extent) for place, model in enumerate(models)
     )
     return max([step, *(_prefill_bytes(model, extent) for model in models)])  # a target without weights has neither
 
 
-def _vocabulary_bytes(lm: TreeLM, extent: Extent, *, is_target: bool) -> int:
-    """Bytes of a text's logits and distributions in a step: a draft model keeps the distributions that it drew from."""
+def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
+    """Bytes of a text's logits in a step, and of what accepting tokens makes of them."""
     weights = lm.dtype.itemsize
-    copies = weights + (4 if weights < 4 else 0) if is_target else 0  # as computed, and in float32
-    copies += 0 if extent.is_greedy and is_target else max(4, weights)
+    wide = max(4, weights)
+    if extent.is_greedy:
+        copies = wide + weights * (weights < 4)  # as computed, and in float32
+    elif extent.truncates:
+        copies = 3 * wide + 3 * INT64 + 1  # divided and sorted; their places, two of the sums; a mask
+    else:
+        copies = 2 * wide + INT64 * (lm.device.type == "cpu")  # with their probabilities, and sums in float64
     return extent.nodes * lm.vocab_size * copies
 
 
+def _distribution_bytes(lm: TreeLM, extent: Extent) -> int:
+    """Bytes of a text's distributions that a draft model keeps in a step: those that it drew from."""
+    nodes = extent.nodes if extent.is_greedy else max(extent.nodes, extent.draft_nodes)
+    return nodes * lm.vocab_size * max(4, lm.dtype.itemsize)
+
+
 def _prefill_bytes(lm: TreeLM, extent: Extent) -> int:
-    """Bytes of a prefill by transformers' forward: its own cache, and the activations and the scan of a layer."""
+    """Bytes of a prefill beside the state."""
     length = min(extent.prompt_length, lm.chunk_size or extent.prompt_length)
+    prompts = 1 if _runs_one_by_one(lm, extent) else extent.prompts
     memory = _measured(lm)
-    cache = memory.state + memory.window + memory.kv_per_token * length
-    return extent.prompts * (cache + _activation_bytes(lm) * length) + prefill_bytes(lm, extent.prompts, length)
+    cache = prompts * (memory.state + memory.window + memory.kv_per_token * length)  # where more cannot be measured
+    return max(cache, prefill_bytes(lm, prompts, length, is_padded=extent.is_padded and prompts > 1))
 
 
-def _activation_bytes(lm: TreeLM) -> int:
-    """Bytes of a token's activations in the widest part of a layer, with the residual and what a norm makes of it."""
-    if "activations" not in lm.cache:
-        widths, hidden = dict[str, int](), lm.model.get_input_embeddings().weight.shape[-1]
-        for name, module in lm.model.named_modules():
-            if is_linear(module) and (part := LAYER.search(name)):
-                widths[part.group()] = widths.get(part.group(), 0) + num_features(module)[1]
-        width = 3 * hidden + COPIES * max(widths.values(), default=hidden)
-        lm.cache["activations"] = int(width * lm.dtype.itemsize)
-    size: int = lm.cache["activations"]
-    return size
+def _runs_one_by_one(lm: TreeLM, extent: Extent) -> bool:
+    """Whether each prompt is prefilled in a state of one row."""
+    return extent.is_padded and extent.prompts > 1 and not pads_exactly(lm)
 
 
 def state_bytes(lm: TreeLM, batch: int, length: int, nodes: int) -> int:

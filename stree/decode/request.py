@@ -125,6 +125,7 @@ class Batch:
         max_batch: most sequences at once.
         max_length: most tokens of a prompt and its new ones.
         prompt_length: most tokens of a prompt.
+        is_padded: whether prompts may differ in length.
         refills: whether a request takes the row of a sequence that has ended.
         processor: of all their logits, or None; its steps are not captured.
         min_nodes: nodes that a state has room for at least, and so tokens that ``extend`` runs at once.
@@ -136,6 +137,7 @@ class Batch:
     max_batch: int
     max_length: int
     prompt_length: int
+    is_padded: bool = False
     refills: bool = False
     processor: NodeProcessor | None = None
     min_nodes: int = 1

@@ -17,7 +17,7 @@ from stree.drafters.draws import draft_probs
 from stree.drafters.growing import grow_heap, grow_layers
 from stree.drafters.merge import missed_nodes, without_children
 from stree.drafters.none import root_only
-from stree.drafters.tree_builder import FIRST_DRAFTED, GrownTree, narrowed, num_run
+from stree.drafters.tree_builder import GrownTree, columns_run, narrowed, num_run
 from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, learns_alike
 from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.models.tree_lm import TreeLM
@@ -119,7 +119,7 @@ class _ModelRun(DraftRun):
         plan = self._plan(growth, budget)
         self._use(growth)
         num_calls = self.settle(pending, budget)
-        self._state.reserve_nodes(num_run(plan) + FIRST_DRAFTED - 1)
+        self._state.reserve_nodes(columns_run(plan))
         state = self._state.decode_state
         self._rng = self._rng.at(state.lengths + self._state.has_leaf)
         self.acceptance_model.begin(plan, self._rng)
@@ -252,7 +252,7 @@ class _ModelRun(DraftRun):
             self._use(growth)
         if budget > 1:
             self._largest = self._plan(ModelDrafter.default_growth if growth is None else growth, budget)
-            self._state.max_nodes = num_run(self._largest) + FIRST_DRAFTED - 1
+            self._state.max_nodes = columns_run(self._largest)
         self._state.reserve_length(max_length)
         if begins:
             self._state.begin()

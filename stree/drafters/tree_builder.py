@@ -19,7 +19,7 @@ from stree.kernels.tree_growth.api import append, begin, cut, place, select
 from stree.kernels.tree_growth.operands import Chosen, Layout, Proposed, Words
 from stree.tree import TokenTree
 
-__all__ = ["FIRST_DRAFTED", "GrownTree", "narrowed", "num_columns", "num_run"]
+__all__ = ["FIRST_DRAFTED", "GrownTree", "columns_run", "narrowed", "num_columns", "num_run"]
 
 FIRST_DRAFTED = 2  # column of the first drafted node
 
@@ -33,6 +33,11 @@ def num_columns(plan: Plan) -> int:
 def num_run(plan: Plan) -> int:
     """Count the nodes of a plan that are run, the root among them: all but those of the last layer."""
     return max(plan.num_nodes, 1) if plan.is_heap else 1 + sum(layer.width for layer in plan.layers[:-1])
+
+
+def columns_run(plan: Plan) -> int:
+    """Count the columns of a draft model's tree that are run: the nodes, and the last accepted one before them."""
+    return num_run(plan) + FIRST_DRAFTED - 1
 
 
 def narrowed(plan: Plan) -> Plan:

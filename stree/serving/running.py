@@ -8,7 +8,7 @@ import torch
 
 from stree.budget.policy import BudgetPolicy
 from stree.decode.loop import DecodeLoop
-from stree.decode.memory import Extent
+from stree.decode.memory import Extent, draft_nodes
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, GenerateArguments, Request
 from stree.decode.sequences import Sequences, Text
@@ -60,9 +60,13 @@ class RunningBatch:
         self._writes: Hashable = None
         self._policies: dict[tuple[int, bool], BudgetPolicy] = {}
         self._loop: DecodeLoop | None = None
-        most = self._policy(max_batch, is_greedy=False).max_nodes
+        policy = self._policy(max_batch, is_greedy=False)
+        most = policy.max_nodes
         length = state_length(max_length, most, is_captured=self._step_cache is not None)
-        self.extent = Extent(max_batch, length, max(most, PREFILL_NODES), prompt_length=max_length, single_rows=1)
+        self.extent = Extent(
+            max_batch, length, max(most, PREFILL_NODES), prompt_length=max_length, single_rows=1,
+            truncates=any(kind.truncates for kind in MIXED), draft_nodes=draft_nodes(policy.growth, most),
+        )  # fmt: skip
 
     @property
     def rows(self) -> list[Text]:

@@ -18,7 +18,8 @@ from transformers.models.mamba2 import modeling_mamba2
 from transformers.models.qwen3_next import modeling_qwen3_next
 
 from stree.models import bounded_scan
-from stree.models.bounded_scan import MOST_BYTES, peak_bytes, run_in_slices
+from stree.models.bounded_scan import MOST_BYTES, run_in_slices
+from stree.models.peak_bytes import peak_bytes
 
 # By name: heads, headdim, dstate, groups and chunk size of Mamba-2 layers.
 MAMBA2 = {

@@ -19,7 +19,8 @@ import stree
 from stree import generation
 from stree.decode import memory
 from stree.decode.memory import Extent
-from stree.drafters import NoDrafter, SuffixDrafter
+from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from stree.sampling import Sampling
 
 SIZES: dict[str, Any] = {
     "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -30,6 +31,7 @@ MODELS = {
     "convolutions": Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]),
 }
 OF_EACH_KIND = ("bamba", "mamba", "qwen3_5_text", "recurrent_gemma", "lfm2", "llama")
+OF_EACH_PREFILL = (*OF_EACH_KIND, "gemma2", "mistral", "lfm2_moe", "kimi_linear", "zamba2")
 
 
 @pytest.mark.parametrize("max_length", [300, 4200])
@@ -51,11 +53,48 @@ def test_states_of_captured_steps_are_as_large_as_was_checked(
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("batch", "length"), [(8, 512), (2, 512), (8, 32)])
 def test_a_prefill_takes_as_much_as_was_checked(name: str, batch: int, length: int) -> None:
-    lm = stree.TreeLM(AutoModelForCausalLM.from_config(MODELS[name]).eval())
+    assert_prefill_is_checked(stree.TreeLM(AutoModelForCausalLM.from_config(MODELS[name]).eval()), [length] * batch)
+
+
+@pytest.mark.parametrize("family", slow_unless(OF_EACH_PREFILL.__contains__, FAMILIES))
+@pytest.mark.parametrize("lengths", [[128, 128], [128, 90]])
+def test_a_prefill_of_every_family_takes_as_much_as_was_checked(family: str, lengths: list[int]) -> None:
+    assert_prefill_is_checked(stree.TreeLM(family_model(family)), lengths)
+
+
+def assert_prefill_is_checked(lm: stree.TreeLM, lengths: list[int]) -> None:
+    batch, longest = len(lengths), max(lengths)
     with PeakMemory() as memory_of:
-        lm.prefill(lm.new_state(batch, length + 16, 16), torch.zeros(batch, length, dtype=torch.long))
-    extent = Extent(batch, length + 16, 16, batch, length, is_greedy=True)
+        state = lm.new_state(batch, longest + 16, 16)
+        lm.prefill(state, torch.zeros(batch, longest, dtype=torch.long), torch.tensor(lengths))
+    is_padded = len(set(lengths)) > 1
+    extent = Extent(batch, longest + 16, 16, batch, longest, is_padded=is_padded, is_greedy=True)
     assert 0.95 < memory.needed_bytes(lm, NoDrafter(), extent) / memory_of.peak < 1.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("has_drafter", "sampling", "verifier"),
+    [
+        (False, Sampling(), "auto"),
+        (False, Sampling(0.8), "auto"),
+        (True, Sampling(), "auto"),
+        (True, Sampling(0.8), "auto"),
+        (True, Sampling(0.8), "match"),
+        (True, Sampling(0.8, top_p=0.9), "auto"),
+    ],
+)  # fmt: skip
+def test_steps_over_a_large_vocabulary_take_at_most_what_was_checked(
+    has_drafter: bool, sampling: Sampling, verifier: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed: list[int] = []
+    monkeypatch.setattr(generation, "check_memory", lambda *given: needed.append(memory.needed_bytes(*given)))
+    target, draft = (stree.TreeLM(family_model("mamba2", dtype, seed, vocab_size=20_000)) for seed in (0, 1))
+    drafter = ModelDrafter(draft) if has_drafter else NoDrafter()
+    options: dict[str, Any] = {"sampling": sampling, "verifier": verifier, "budget": 16 if has_drafter else 1}
+    with PeakMemory() as memory_of:
+        stree.generate(target, [[5, 6, 7]] * 3, drafter, max_new_tokens=8, max_length=64, **options)
+    assert 0.95 < needed[0] / memory_of.peak < 1.25
 
 
 def test_a_prompt_that_does_not_fit_beside_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
