@@ -50,8 +50,8 @@ class DecodeLoop:
         settings: what the statistics report beside them.
         problem: why decoding went on without the drafter, or None.
         policy: chooses growth and nodes of the next step.
-        on_step: called with every step that is read, and the nodes that each row committed, before its tokens are
-            appended to the texts.
+        on_step: called with every step that is read, the texts that its rows held, and the nodes that each row
+            committed, before its tokens are appended to the texts.
         is_started: whether the first tokens are about to be emitted.
     """
 
@@ -60,13 +60,14 @@ class DecodeLoop:
     ) -> None:
         self.lm, self.batch, self.sequences, self.verifier = lm, batch, sequences, verifier
         self.step_cache = step_cache
-        self.on_step: Callable[[StepResult, list[int]], None] | None = None
+        self.on_step: Callable[[StepResult, list[Text], list[int]], None] | None = None
         self.stats = Statistics()
         self.settings: dict[str, Any] = {}
         self.is_started = self._has_warned = False
         self._step: DecodeStep
         self._device = lm.device  # read once: it is looked up through the model's modules
-        self._launched: deque[tuple[StepResult, int, BudgetPolicy]] = deque()  # with the number of replays until then
+        # With the texts that the rows held when they were launched, and the number of replays until then.
+        self._launched: deque[tuple[StepResult, list[Text], int, BudgetPolicy]] = deque()
         self._replays = self._replays_before = 0  # of the graphs, at the last step that was read and at the beginning
 
     @property
@@ -160,10 +161,10 @@ class DecodeLoop:
     def advance(self) -> None:
         """Launch a step, and read the oldest one that the host does not run ahead of."""
         result = self._step(self.policy.growth, self.policy.next(), self.sequences.wanted)
-        self._launched.append((result, self._num_replays(), self.policy))
+        self._launched.append((result, [*self.sequences.rows], self._num_replays(), self.policy))
         if len(self._launched) > self._is_pipelined():
             self._read()
-            for row in self.sequences.cancel(is_late=bool(self._launched)):
+            for row in self.sequences.cancel():
                 self._step.set_finished(row)
 
     def key(self, drafter: Drafter, policy: BudgetPolicy, batch: int) -> Hashable:
@@ -210,7 +211,7 @@ class DecodeLoop:
 
     def _read(self) -> None:
         """Read a step's report: tokens are appended to the texts, times and lengths to the statistics."""
-        result, self._replays, policy = self._launched.popleft()
+        result, texts, self._replays, policy = self._launched.popleft()
         try:
             rows, committed = result.emitted()
         except Exception:
@@ -218,11 +219,11 @@ class DecodeLoop:
             raise
         logprobs = None if result.logprobs is None else result.logprobs.tolist()
         if self.on_step is not None:
-            self.on_step(result, committed)
-        for row, tokens in enumerate(rows):
+            self.on_step(result, texts, committed)
+        for row, (text, tokens) in enumerate(zip(texts, rows, strict=True)):
             own = None if logprobs is None else logprobs[row]
             logits = None if result.logits is None else result.logits[row]
-            if self.sequences.append(row, tokens, logits, own, is_late=bool(self._launched)):
+            if text.append(tokens, logits, own):
                 self._step.set_finished(row)
         seconds = result.timer.seconds()
         self.stats.record(result, committed, seconds)
@@ -242,10 +243,10 @@ class DecodeLoop:
             self.sequences.begin(sequence, row)
         self.is_started, top = True, self.sequences.wanted.top_logprobs
         logprobs = None if top is None else token_logprobs(raw, torch.tensor(tokens, device=raw.device)[:, None], top)
-        for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        for place, (sequence, row, token) in enumerate(zip(sequences, rows, tokens, strict=True)):
             own = None if logprobs is None else logprobs[place].tolist()
-            self.sequences.append(row, [token], logits[place][None], own, is_late=False)
-            self._step.set_finished(row, is_finished=sequences[place].reason is not None)
+            has_ended = sequence.append([token], logits[place][None], own)
+            self._step.set_finished(row, is_finished=has_ended)
 
     def _new_step(self, batch: int, policy: BudgetPolicy) -> DecodeStep:
         """Allocate a state, and the decode step that works on it."""

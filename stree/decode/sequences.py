@@ -24,7 +24,6 @@ class Text:
         new: its new tokens.
         logprobs: their log probabilities, where the request wants them.
         reason: why it has ended, or None: "stop", "length", "cancelled", or why it was refused.
-        ending: why the host ends it once the step that was running by then has been read, or None.
         observers: observe every token, and may end it.
     """
 
@@ -32,7 +31,6 @@ class Text:
     new: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str | None = None
-    ending: str | None = None
     observers: list[Observer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -45,6 +43,43 @@ class Text:
     def tokens(self) -> list[int]:
         """Prompt and new tokens."""
         return self.request.prompt + self.new
+
+    def append(self, tokens: list[int], logits: Tensor | None, logprobs: list[list[float]] | None) -> bool:
+        """Append the tokens of a step, cut where an observer ends the text; a text that has ended takes none.
+
+        Args:
+            tokens: that the device has emitted, none beyond a stop token or the limit.
+            logits: float[m, vocab], of which row i gave token i; or None, see ``Sequences.wanted``.
+            logprobs: what ``token_logprobs`` has packed; or None, likewise.
+
+        Returns:
+            Whether the text has ended by them.
+        """
+        if self.reason is not None or not tokens:
+            return False
+        request, is_stopped = self.request, False
+        for observer in self.observers:
+            end = observer.observe(
+                tokens, logits[: len(tokens)] if observer.needs_logits and logits is not None else None
+            )
+            is_stopped |= end is not None
+            tokens = tokens[:end]
+        self.new += tokens
+        if request.logprobs is not None and logprobs is not None:
+            self.logprobs += read_logprobs(logprobs[: len(tokens)], request.logprobs)
+        if request.streamer is not None:
+            request.streamer.put(torch.tensor(tokens))
+        if is_stopped or tokens[-1] in request.stop_token_ids:
+            self.end("stop")
+        elif len(self.new) >= request.max_new_tokens:
+            self.end("length")
+        return self.reason is not None
+
+    def end(self, reason: str) -> None:
+        """End the text."""
+        self.reason = reason
+        if self.request.streamer is not None:
+            self.request.streamer.end()
 
 
 class Sequences:
@@ -99,68 +134,19 @@ class Sequences:
         """Return a row whose sequence has ended, or None."""
         return next((row for row, sequence in enumerate(self.rows) if sequence.reason is not None), None)
 
-    def append(
-        self, row: int, tokens: list[int], logits: Tensor | None, logprobs: list[list[float]] | None, *, is_late: bool
-    ) -> bool:
-        """Append tokens of a row, cut at its end, to its text.
-
-        Args:
-            row: of the batch.
-            tokens: that the device has emitted.
-            logits: float[m, vocab], of which row i gave token i; or None, see ``wanted``.
-            logprobs: what ``token_logprobs`` has packed; or None, see ``wanted``.
-            is_late: whether the next step is running already; a sequence that the host ends then ends after it.
-
-        Returns:
-            Whether the sequence was ended by the host, which the device does not know yet.
-        """
-        sequence = self.rows[row]
-        if sequence.ending is not None and sequence.reason is None:  # this step was launched before that was known
-            self._end(sequence, sequence.ending)
-        if sequence.reason is not None or not tokens:
-            return False
-        request, is_ended = sequence.request, False
-        for observer in sequence.observers:
-            end = observer.observe(
-                tokens, logits[: len(tokens)] if observer.needs_logits and logits is not None else None
-            )
-            is_ended |= end is not None
-            tokens = tokens[:end]
-        sequence.new += tokens
-        if request.logprobs is not None and logprobs is not None:
-            sequence.logprobs += read_logprobs(logprobs[: len(tokens)], request.logprobs)
-        if request.streamer is not None:
-            request.streamer.put(torch.tensor(tokens))
-        if is_ended and is_late:
-            sequence.ending = "stop"
-        elif is_ended or tokens[-1] in request.stop_token_ids:
-            self._end(sequence, "stop")
-        elif len(sequence.new) >= request.max_new_tokens:
-            self._end(sequence, "length")
-        return is_ended
-
-    def cancel(self, *, is_late: bool) -> list[int]:
-        """Ask which sequences are cancelled; return their rows.  ``is_late`` is as for ``append``."""
+    def cancel(self) -> list[int]:
+        """Ask which sequences are cancelled, and end them; return their rows."""
         if self._cancelled is None:
             return []
         rows = []
         for row, sequence in enumerate(self.rows):
-            is_active = sequence.reason is None and sequence.ending is None
-            if is_active and self._cancelled(sequence.request):
+            if sequence.reason is None and self._cancelled(sequence.request):
                 rows.append(row)
-                if is_late:
-                    sequence.ending = "cancelled"
-                else:
-                    self._end(sequence, "cancelled")
+                sequence.end("cancelled")
         return rows
 
     def cancel_all(self) -> None:
         """End every sequence that has not ended."""
         for sequence in self.rows:
             if sequence.reason is None:
-                self._end(sequence, "cancelled")
-
-    def _end(self, sequence: Text, reason: str) -> None:
-        sequence.reason = reason
-        if sequence.request.streamer is not None:
-            sequence.request.streamer.end()
+                sequence.end("cancelled")

@@ -18,6 +18,7 @@ from stree.decode.batching import batch_for
 from stree.decode.memory import check_memory
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import GenerateArguments, Request
+from stree.decode.sequences import Text
 from stree.decode.step_result import StepResult
 from stree.decode.stop_strings import new_text_stops
 from stree.decode.validation import checked
@@ -292,9 +293,8 @@ class Engine:
     def _is_cancelled(self, request: Request) -> bool:
         return request in self._handles and self._handles[request].is_cancelled
 
-    def _record(self, result: StepResult, committed: list[int]) -> None:
+    def _record(self, result: StepResult, texts: list[Text], committed: list[int]) -> None:
         """Note a step that was read in the handles of its rows."""
-        for row, sequence in enumerate(self._batch.rows):
-            handle = self._handles.get(sequence.request)
-            if handle is not None and committed[row]:
-                handle.record(result, row, committed[row])
+        for row, (text, count) in enumerate(zip(texts, committed, strict=True)):
+            if count and (handle := self._handles.get(text.request)) is not None:
+                handle.record(result, row, count)

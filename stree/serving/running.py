@@ -50,7 +50,7 @@ class RunningBatch:
 
     def __init__(
         self, lm: TreeLM, drafter: Drafter, arguments: GenerateArguments, max_batch: int, max_length: int,
-        is_cancelled: Callable[[Request], bool], on_step: Callable[[StepResult, list[int]], None],
+        is_cancelled: Callable[[Request], bool], on_step: Callable[[StepResult, list[Text], list[int]], None],
     ) -> None:  # fmt: skip
         self._lm, self._drafter, self._arguments = lm, drafter, arguments
         self._max_batch, self._max_length = max_batch, max_length

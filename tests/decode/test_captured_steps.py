@@ -160,6 +160,30 @@ def test_a_path_that_is_not_yet_committed_when_a_text_ends(monkeypatch: pytest.M
     assert [generate(lm, near_drafter(), texts=[text], budget=4).sequences for text in TEXTS] == expected
 
 
+@pytest.mark.parametrize("name", slow_unless(("fused").__eq__, ["model", "suffix", "fused"]))
+def test_a_row_is_taken_while_a_step_of_its_cancelled_text_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = random_texts(random.Random(2), [5, 8, 6, 7, 9])
+    options: dict[str, Any] = {"texts": texts, "budget": 8, "sampling": Sampling(0.8), "verifier": "match"}
+    expected = generate(launched(), drafter_named(name), **options).sequences
+    # Only on a device are steps pipelined and commits deferred.
+    monkeypatch.setattr("stree.decode.loop.DecodeLoop._is_pipelined", lambda self: True)
+    lm = captured(monkeypatch)
+    lm.defers_commit = True
+    for _ in range(2):
+        asked: list[int] = []
+
+        def cancelled(text: int, asked: list[int] = asked) -> bool:
+            asked.append(text)
+            return text in (1, 2) and asked.count(text) == 2
+
+        found = generate(lm, drafter_named(name), **options, max_batch=2, cancelled=cancelled)
+        assert found.stats["finish_reasons"] == ["length", "cancelled", "cancelled", "length", "length"]
+        assert asked.count(1) == asked.count(2) == 2
+        for place, (text, whole) in enumerate(zip(found.sequences, expected, strict=True)):
+            assert text == (whole[: len(text)] if place in (1, 2) else whole)
+            assert len(text) > len(texts[place])
+
+
 def test_shorter_texts_end_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, options = captured(monkeypatch), dict[str, Any](growth=Chain(3), budget=4)
     for new in (20, 7, 13):
