@@ -8,7 +8,7 @@ is what they chose, not what was drawn.  It is independent of suites and growths
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -236,14 +236,11 @@ class _WalkedRun(DraftRun):
         """Propose as the drafter does."""
         return self._run.propose(pending, growth, budget)
 
-    def extend(self, tree: TokenTree) -> None:
-        """Has no effect, since the texts are fixed."""
-
     def observe(self, acceptance: Acceptance) -> None:
         """Read the next tokens of the texts, whatever was accepted."""
         begin, m = self._step * self._stride, self._stride
         tree = TokenTree.chain(self._texts[:, begin : begin + m])
-        self._run.extend(tree)
+        self._run.draft = replace(self._run.draft, tree=tree, column=torch.full_like(tree.tokens, -1), is_united=True)
         batch = len(self._texts)
         path = torch.arange(m, dtype=torch.int32).expand(batch, -1)
         following = self._texts[:, begin + m]

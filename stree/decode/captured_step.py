@@ -72,7 +72,7 @@ class CapturedStep(DecodeStep):
 
         def work() -> LaunchedStep:
             step = launch()
-            return step if self._is_debug else replace(step, draft=replace(step.draft, probs=None))
+            return step if self._is_debug else replace(step, draft=replace(step.draft, probs=None, grown=None))
 
         key = f"budget {budget}, {growth!r}{LOGITS * needs_logits}"
         result, is_replayed = self._replay(key, work, timer)

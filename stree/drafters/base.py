@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,10 @@ class Draft:
         num_calls: forward passes of a draft model that it took.
         values: float[batch, n], estimated probability that each node is right, or None where there is no estimate.
         is_reused: whether it was drafted while the target verified the tree before it.
+        column: int64[batch, n], place of each node in the tree that the run itself has grown: 0 for the root, 1 for the
+            first drafted node; -1 where the run never had this node.  None: 0, 1, 2, ...
+        is_united: whether another drafter's nodes were added.
+        grown: what the run's ``observe`` reads of the tree that it has grown; None where it has grown none.
     """
 
     tree: TokenTree
@@ -40,6 +45,9 @@ class Draft:
     num_calls: int = 0
     values: Tensor | None = None
     is_reused: bool = False
+    column: Tensor | None = None
+    is_united: bool = False
+    grown: Any = None
 
     @property
     def laws(self) -> DraftProbs | None:
@@ -65,12 +73,15 @@ class DraftRun:
         can_admit: rows can take another prompt when their text has ended (``admit``).
         can_restart: the whole batch can begin anew in the memory that it has (``restart``).
         can_select: a run of some of its rows can be made between two steps (``select``).
-        can_extend: its tree may be verified with another drafter's nodes added (``extend``); needed by FusedDrafter.
+        can_extend: its tree may be verified with another drafter's nodes added; needed by FusedDrafter, which replaces
+            ``draft`` by the united one.
         can_leave: it can draft fewer nodes in some rows than in others (``leave``).
         is_capturable: ``propose`` and ``observe`` run on the device alone, so that a whole step can be captured and
             replayed as a CUDA graph (``settle``, ``replayed``, ``give_up``, ``version``).
-        can_replay_proposals: ``propose`` alone can be captured too; ``last_proposal`` holds all that ``observe`` reads.
-        last_proposal: what ``observe`` reads of the last proposal; set when a captured proposal is replayed.
+        can_replay_proposals: ``propose`` alone can be captured too; ``draft`` holds all that ``observe`` reads of it.
+        draft: the draft that is verified.  A run that has ``can_extend`` or ``can_replay_proposals`` sets it in
+            ``propose`` and reads it in ``observe``; between them it is set when a captured proposal is replayed, and
+            when nodes are added.  A run of DELTA nodes finds those anywhere in a united tree: it learns from tokens.
         capture: captures device work of a run that as a whole runs on the host; None where nothing is captured.
         processor: processes a draft model's logits as the target's are; None where these are not processed.
     """
@@ -82,7 +93,7 @@ class DraftRun:
     can_leave: bool = False
     is_capturable: bool = False
     can_replay_proposals: bool = False
-    last_proposal: Any = None
+    draft: Draft
     capture: Capture | None = None
     processor: TreeProcessor | None = None
 
@@ -136,14 +147,6 @@ class DraftRun:
         Called once, before the first step.  With ``begins`` the first step drafts, so the prompts may be run now.
         """
 
-    def extend(self, tree: TokenTree) -> None:
-        """Replace the proposed tree by ``tree``, which is verified instead; ``observe`` refers to its nodes.
-
-        It contains the nodes of other drafters.  A run whose own nodes are not the first ones, in their own order, must
-        learn from tokens alone.
-        """
-        raise NotImplementedError(f"{type(self).__name__} needs trees that can be extended")
-
     def leave(self, count: Tensor) -> None:
         """Draft int64[batch] nodes fewer in the next step; only growths that draw by value do so."""
         raise NotImplementedError(f"{type(self).__name__} drafts as many nodes in every row")
@@ -163,14 +166,11 @@ class DraftRun:
         if capture is None or budget == 1 or not self.can_replay_proposals:
             return self.propose(pending, growth, budget)
         num_calls = self.settle(pending, budget)
-
-        def work() -> tuple[Draft, Any]:
-            return self.propose(pending, growth, budget), self.last_proposal
-
         draft: Draft
-        (draft, proposal), is_replayed = capture(self, f"drafts of budget {budget}, {growth!r}", work)
+        work = partial(self.propose, pending, growth, budget)
+        draft, is_replayed = capture(self, f"drafts of budget {budget}, {growth!r}", work)
         if is_replayed:
-            self.last_proposal = proposal
+            self.draft = draft
             self.replayed(budget)
         return replace(draft, num_calls=draft.num_calls + num_calls)
 

@@ -9,6 +9,7 @@ from typing import Self, cast
 import torch
 from torch import Tensor
 
+from stree.drafters.base import Draft
 from stree.drafters.catch_up import CatchUpTokens
 from stree.drafters.draft_state import DraftState
 from stree.growth import Plan
@@ -90,13 +91,7 @@ class BlockState(DraftState):
     def reserve_nodes(self, nodes: int) -> None:
         """Do nothing: a context has room for a block, and nodes take none."""
 
-    def commit(self, accepted: Acceptance, columns: Tensor, selected: Tensor | None, num_run: int) -> None:
-        """Do nothing: ``follow`` appends all accepted tokens."""
-
-    def commit_later(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Do nothing, as ``commit``."""
-
-    def follow(self, tokens: Tensor, acceptance: Acceptance, *, was_drafted: bool) -> None:
+    def follow(self, draft: Draft, acceptance: Acceptance) -> None:
         """Append the features of accepted tokens, from ``acceptance.hidden``, or queue them if none was drafted.
 
         Raises:
@@ -105,7 +100,7 @@ class BlockState(DraftState):
         if acceptance.hidden is None:
             raise ValueError(f"a draft head needs the target's hidden states of layers {self.head.hidden_layers}")
         features = self.head.project(acceptance.hidden.to(self.leaf.device))
-        if was_drafted:
+        if draft.grown is not None:
             self._append(features, acceptance.path_lengths)
         else:
             self._behind.put([features], acceptance.path_lengths.long(), self._max_length)

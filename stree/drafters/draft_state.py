@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from stree.drafters.base import padded_prompts
+from stree.drafters.base import Draft, padded_prompts
 from stree.drafters.catch_up import CatchUpTokens
+from stree.growth import Proposal
 from stree.kernels.dispatch import fixes_shapes, host_bound
 from stree.kernels.step.bookkeeping import Drafted, path_on_columns
 from stree.models.state import DecodeState
@@ -18,10 +20,25 @@ from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-__all__ = ["DraftState"]
+__all__ = ["DraftState", "Grown"]
 
 CHUNK = 32  # most tokens of a chain by which a model catches up
 MAX_NODES = 66  # of a state's trees, where the largest tree is not known beforehand
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grown:
+    """What a run reads of a tree that it has grown, once that is verified.
+
+    Attributes:
+        proposal: what the growth's acceptance model learns from.
+        tokens: int64[batch, columns], of all columns.
+        scored: the columns that were run.
+    """
+
+    proposal: Proposal
+    tokens: Tensor
+    scored: TokenTree
 
 
 class DraftState:
@@ -120,24 +137,32 @@ class DraftState:
         if self._state is not None:
             self._state.is_inconsistent = False
 
-    def commit(self, accepted: Acceptance, columns: Tensor, selected: Tensor | None, num_run: int) -> None:
-        """Advance the state by the accepted nodes of its tree; an accepted leaf that was not run is kept.
+    def follow(self, draft: Draft, acceptance: Acceptance) -> None:
+        """Advance the state by the accepted nodes that were run; what was not is run before the next tree."""
+        path, lengths, grown = acceptance.path, acceptance.path_lengths, draft.grown
+        if grown is None:
+            return self.commit_later(draft.tree.tokens.gather(1, path.clamp(min=0).long()), lengths.long())
+        if draft.is_united:
+            lengths = self._own_lengths(draft, acceptance)
+        self.decode_state.pending_tree = grown.scored  # the host did not see it run where a proposal was replayed
+        num_run = grown.scored.tokens.shape[1]
+        drafted = Drafted(draft.column, grown.tokens, self.has_leaf, self.leaf, num_run)
+        self._lm.commit(self.decode_state, *path_on_columns(path, lengths, drafted))
 
-        Args:
-            accepted: paths in the tree that was proposed.
-            columns: int64[batch, columns], tokens of the tree that was run.
-            selected: int64[batch, n], which of its nodes were proposed, or None for all.
-            num_run: columns that were run.
-        """
-        drafted = Drafted(selected, columns, self.has_leaf, self.leaf, num_run)
-        self._lm.commit(self.decode_state, *path_on_columns(accepted.path, accepted.path_lengths, drafted))
+    def _own_lengths(self, draft: Draft, acceptance: Acceptance) -> Tensor:
+        """Return how many accepted nodes were drafted here, int32[batch]; those of others, which follow, are queued."""
+        assert draft.column is not None, "united drafts have columns"
+        path, lengths = acceptance.path.clamp(min=0).long(), acceptance.path_lengths
+        place = torch.arange(path.shape[1], device=path.device)
+        is_own = (draft.column.gather(1, path) >= 0) & (place < lengths[:, None])
+        own = is_own.sum(1, dtype=torch.int32)
+        beyond = (place + own[:, None]).clamp(max=path.shape[1] - 1).long()
+        self.commit_later(draft.tree.tokens.gather(1, path.gather(1, beyond)), (lengths - own).long())
+        return own
 
     def commit_later(self, tokens: Tensor, lengths: Tensor) -> None:
         """Append the first int64[batch] of int64[batch, m] accepted tokens to those that ``catch_up`` will run."""
         self._behind.put([tokens], lengths, self._max_length)
-
-    def follow(self, tokens: Tensor, acceptance: Acceptance, *, was_drafted: bool) -> None:
-        """Read the accepted tokens of int64[batch, n] verified ones; a draft model has read them by ``commit``."""
 
     def replayed(self, *, was_drafted: bool) -> None:
         """Count what a replayed step has appended on the device."""

@@ -99,8 +99,8 @@ class FusedDrafter(Drafter):
 class _FusedRun(DraftRun):
     """Both runs; trees are united on the host, where retrieval happens anyway.
 
-    The drafting run sees its own nodes first and the retrieved ones behind them; the tree that is verified has them in
-    the order of testing, without padding between them, so that a node's number depends on its own row only.
+    The tree that is verified has all nodes in the order of testing, without padding between them, so that a node's
+    number depends on its own row only.
 
     Args:
         drafters: the one whose nodes may be sampled, and the one that retrieves.
@@ -131,8 +131,6 @@ class _FusedRun(DraftRun):
         self._drafting, self._retrieving = (self._start(drafter, prompts, rng) for drafter in drafters)
         self.can_admit = self._drafting.can_admit and self._retrieving.can_admit
         self._calibration = RetrievalCalibration(len(prompts))
-        self._tokens: Tensor  # int64[batch, n], of the tree verified
-        self._order: Tensor | None = None  # int64[batch, n], the drafting run's number of each node verified
 
     def _start(self, drafter: Drafter, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
         run = drafter.start(self._vocab_size, prompts, rng)
@@ -176,14 +174,13 @@ class _FusedRun(DraftRun):
         return replace(retrieved, values=self._calibration.rate(retrieved.tree, retrieved.values, temperature))
 
     def _united(self, draft: Draft, retrieved: Draft, is_kept: Tensor, plan: Plan | None, budget: int) -> Draft:
-        """Unite both trees in the order of testing, and pass the result to both runs."""
+        """Unite both trees in the order of testing; both runs observe the result."""
         if draft.values is None:
             raise ValueError("a drafter of FusedDrafter must give its nodes values")
         # Only nodes that were chosen without chance may be dropped again; those that were drawn stay.
         is_chosen_after = (plan is None or plan.is_pruned) and draft.probs is None
         most = budget - (1 if is_chosen_after else draft.tree.num_nodes)
         tree, values = append_best(draft, retrieved, is_kept, most, shares=self.hiding is None)
-        self._drafting.extend(tree)
         if is_chosen_after:
             tree = keep_best(tree, values, budget)
         key = tree.is_padding.long()
@@ -192,25 +189,21 @@ class _FusedRun(DraftRun):
             key = 2 * key + is_own
             key[:, 0] = 0
         size = int((~tree.is_padding).sum(1).max())
-        self._order = order = key.sort(dim=1, stable=True).indices[:, :size]
-        self._num_columns = key.shape[1]
-        probs = with_delta(draft.probs, key.shape[1] - draft.tree.tokens.shape[1], order)
+        order = key.sort(dim=1, stable=True).indices[:, :size]
+        probs, column = with_delta(draft, key.shape[1] - draft.tree.tokens.shape[1], order)
         values = (values * ~tree.is_padding).gather(1, order)
-        tree = tree.prune(order)
-        self._retrieving.extend(tree)
-        self._tokens = tree.tokens
-        return Draft(tree, probs, max(draft.max_depth, retrieved.max_depth), draft.num_calls, values)
+        depth = max(draft.max_depth, retrieved.max_depth)
+        self.draft = Draft(
+            tree.prune(order), probs, depth, draft.num_calls, values, column=column, is_united=True, grown=draft.grown
+        )
+        self._drafting.draft = self._retrieving.draft = self.draft
+        return self.draft
 
     def observe(self, acceptance: Acceptance) -> None:
-        """Pass the accepted paths to both runs, to the drafting run by its own numbers."""
-        assert self._order is not None, "observe follows propose"
-        path, ratios = acceptance.path, acceptance.ratios
-        own = torch.where(path >= 0, self._order.gather(1, path.clamp(min=0).long()), -1).to(path.dtype)
-        if ratios is not None:
-            ratios = ratios.new_zeros(len(ratios), self._num_columns).scatter_(1, self._order, ratios)
-        self._drafting.observe(replace(acceptance, path=own, ratios=ratios))
+        """Pass the accepted paths to both runs."""
+        self._drafting.observe(acceptance)
         self._retrieving.observe(acceptance)
-        self._calibration.learn(AcceptedTokens(self._tokens, acceptance).read())
+        self._calibration.learn(AcceptedTokens(self.draft.tree.tokens, acceptance).read())
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
         """Begin as many other texts; a model keeps its memory."""
@@ -220,7 +213,7 @@ class _FusedRun(DraftRun):
         else:
             self._drafting = self._start(self._drafters[0], prompts, rng)
         self._retrieving = self._start(self._drafters[1], prompts, rng)
-        self._calibration, self._order = RetrievalCalibration(len(prompts)), None
+        self._calibration = RetrievalCalibration(len(prompts))
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Begin another text in both."""
@@ -235,7 +228,7 @@ class _FusedRun(DraftRun):
 
     def select(self, rows: Tensor, rng: Random) -> _FusedRun:
         other = copy(self)
-        other._rng, other._order, other._calibration = rng, None, self._calibration.select(rows.tolist())
+        other._rng, other._calibration = rng, self._calibration.select(rows.tolist())
         other._drafting, other._retrieving = (run.select(rows, rng) for run in (self._drafting, self._retrieving))
         return other
 

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from stree.drafters.base import padded_prompts
+from stree.drafters.base import Draft, padded_prompts
 from stree.drafters.catch_up import CatchUpTokens
 from stree.drafters.draft_state import CHUNK, DraftState
 from stree.kernels.dispatch import fixes_shapes, host_bound
@@ -88,14 +88,7 @@ class HeadState(DraftState):
             setattr(other, name, getattr(self, name)[rows])
         return other
 
-    def commit(self, accepted: Acceptance, columns: Tensor, selected: Tensor | None, num_run: int) -> None:
-        """Drop the tree; ``follow`` runs the accepted tokens with the target's features."""
-        self.decode_state.pending_tree = None
-
-    def commit_later(self, tokens: Tensor, lengths: Tensor) -> None:
-        """Do nothing: ``follow`` reads all accepted tokens."""
-
-    def follow(self, tokens: Tensor, acceptance: Acceptance, *, was_drafted: bool) -> None:
+    def follow(self, draft: Draft, acceptance: Acceptance) -> None:
         """Read accepted tokens, and their features from ``acceptance.hidden``; run them if the next step drafts, too.
 
         Raises:
@@ -105,11 +98,13 @@ class HeadState(DraftState):
             raise ValueError(f"a draft head needs the target's hidden states of layers {self.head.hidden_layers}")
         features, length = self.head.project(acceptance.hidden.to(self.leaf.device)), acceptance.path_lengths.long()
         before = torch.cat([self._root_feature[:, None], features], 1)
-        root, tokens = tokens[:, 0], tokens.gather(1, acceptance.path.clamp(min=0).long())
+        root = draft.tree.tokens[:, 0]
+        tokens = draft.tree.tokens.gather(1, acceptance.path.clamp(min=0).long())
         self._root_feature.copy_(before.take_along_dim(length.view(-1, 1, 1), 1)[:, 0])
-        if not was_drafted:
+        if draft.grown is None:
             self._is_root_run = False
             return self._behind.put((tokens, before[:, :-1]), length, self._max_length)
+        self.decode_state.pending_tree = None  # the accepted tokens are run with the target's features
         pending = torch.where(length > 0, acceptance.next_token, root)
         self._run_pairs(tokens, before[:, :-1], length, pending)
 

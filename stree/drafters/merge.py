@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from stree.drafters.base import Draft
@@ -13,7 +14,7 @@ from stree.growth import Proposal
 from stree.tree import TokenTree
 from stree.verify import DELTA, Acceptance, DraftProbs
 
-__all__ = ["append_best", "append_row", "keep_best", "missed_nodes", "with_delta", "without_children"]
+__all__ = ["append_best", "append_row", "keep_best", "missed_nodes", "on_own_nodes", "with_delta", "without_children"]
 
 
 def keep_best(tree: TokenTree, values: Tensor, budget: int) -> TokenTree:
@@ -97,28 +98,50 @@ def append_row(own: Listed, other: Listed, is_kept: list[bool], *, most: int, sh
     return Listed(tokens, parents, values)
 
 
-def with_delta(dists: DraftProbs | None, more: int, order: Tensor) -> DraftProbs | None:
-    """Add ``more`` DELTA nodes to the distributions of a draft, and put all nodes into int64[batch, n] ``order``."""
+def with_delta(draft: Draft, more: int, order: Tensor) -> tuple[DraftProbs | None, Tensor]:
+    """Add ``more`` DELTA nodes to a draft, and put all nodes into int64[batch, n] ``order``.
+
+    Returns:
+        The distributions that nodes were drawn from, if any were, and the columns of all nodes, -1 for those added.
+    """
+    dists, own = draft.probs, draft.column
+    if own is None:
+        own = torch.arange(draft.tree.tokens.shape[1], device=order.device).expand(len(order), -1)
+    column = F.pad(own, (0, more), value=-1).gather(1, order)
     if dists is None:
-        return None
+        return None, column
     batch = len(dists.row)
     row = torch.cat([dists.row, dists.row.new_zeros(batch, more)], 1).gather(1, order)
     kind = torch.cat([dists.kind, dists.kind.new_full((batch, more), DELTA)], 1).gather(1, order)
     most = None if dists.max_children is None else dists.max_children + more
-    return DraftProbs(dists.probs, row, kind, most)
+    return DraftProbs(dists.probs, row, kind, most), column
 
 
-def missed_nodes(tree: TokenTree, own: Acceptance, acceptance: Acceptance) -> Tensor:
+def on_own_nodes(ratios: Tensor, column: Tensor, proposal: Proposal, size: int) -> Tensor:
+    """Move float[batch, n] values of a united tree's nodes to the own nodes; 0 where a node was dropped.
+
+    Args:
+        ratios: of the united tree.
+        column: int64[batch, n], of its nodes.
+        proposal: the own tree.
+        size: columns of it while it grew.
+    """
+    # The nodes of others all go to one place behind the last column.
+    on_columns = ratios.new_zeros(len(ratios), size + 1).scatter(1, torch.where(column < 0, size, column), ratios)
+    own = proposal.column
+    return on_columns[:, : proposal.tree.tokens.shape[1]] if own is None else on_columns.gather(1, own)
+
+
+def missed_nodes(tree: TokenTree, is_on: Tensor, acceptance: Acceptance) -> Tensor:
     """Mask of own nodes that match the target's token but were dropped when trees were merged: bool[batch, n].
 
     Args:
         tree: the own one.
-        own: the part of the accepted path that is in it.
-        acceptance: all of it, by matching: what follows is the target's own token.
+        is_on: float[batch, n], 1 for its nodes on the accepted path, else 0.
+        acceptance: by matching: what follows the path is the target's own token.
     """
-    lengths = own.path_lengths
-    last = own.path.gather(1, (lengths[:, None].long() - 1).clamp(min=0))
-    is_end = ((lengths > 0) & (lengths == acceptance.path_lengths))[:, None]
+    last = (is_on * torch.arange(is_on.shape[1], device=is_on.device)).amax(1, keepdim=True)  # the deepest
+    is_end = ((acceptance.path_lengths > 0) & (is_on.sum(1) == acceptance.path_lengths))[:, None]
     return (tree.parents == last) & (tree.tokens == acceptance.next_token[:, None]) & is_end
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 
 from stree.drafters.base import Draft, Drafter, DraftRun, check_vocabulary
-from stree.drafters.draft_state import DraftState
+from stree.drafters.draft_state import DraftState, Grown
 from stree.drafters.draws import draft_probs
 from stree.drafters.growing import grow_heap, grow_layers
-from stree.drafters.merge import missed_nodes, without_children
+from stree.drafters.merge import missed_nodes, on_own_nodes, without_children
 from stree.drafters.none import root_only
 from stree.drafters.tree_builder import GrownTree, columns_run, narrowed, num_run
 from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, learns_alike
@@ -64,21 +63,6 @@ class ModelDrafter(Drafter):
         return _ModelRun(self.lm, DraftState(self.lm, prompts), rng)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Proposed:
-    """What ``observe`` needs of a proposed tree.
-
-    Attributes:
-        proposal: what the growth's acceptance model learns from.
-        columns: int64[batch, columns], tokens of the draft model's own tree.
-        num_run: columns that were run.
-    """
-
-    proposal: Proposal
-    columns: Tensor
-    num_run: int
-
-
 class _ModelRun(DraftRun):
     """A draft model's state for a batch of texts, and the tree that grows on it.
 
@@ -95,9 +79,6 @@ class _ModelRun(DraftRun):
         self._num_replaced = 0  # tensors that outlive a step, beside the state's
         self._growth: Growth | None = None  # the one that the acceptance model belongs to
         self.acceptance_model: AcceptanceModel
-        self._proposed: _Proposed
-        self._extension: tuple[int, Tensor] | None = None  # nodes of the own tree; tokens of the one verified instead
-        self._root: Tensor | None = None  # the pending tokens where nothing else was proposed
         self._probs: Tensor | None = None  # memory for the distributions of a step
         self._left_out = torch.zeros_like(self._state.leaf)  # nodes of the next budget that others fill
 
@@ -112,10 +93,10 @@ class _ModelRun(DraftRun):
         A budget of 1 draws nothing and runs nothing.
         """
         growth = ModelDrafter.default_growth if growth is None else growth
-        self._root = self._extension = None
         if budget == 1:
-            self._root = pending
-            return Draft(root_only(pending), None, 0, values=torch.ones_like(pending[:, None], dtype=torch.float32))
+            values = torch.ones_like(pending[:, None], dtype=torch.float32)
+            self.draft = Draft(root_only(pending), None, 0, values=values)
+            return self.draft
         plan = self._plan(growth, budget)
         self._use(growth)
         num_calls = self.settle(pending, budget)
@@ -127,13 +108,17 @@ class _ModelRun(DraftRun):
         self._left_out.zero_()
         grown = GrownTree(pending, self._state.leaf, self._state.has_leaf, left, plan)
         probs, kept_slots = self._grow(grown, plan, growth.sampling)
-        selected = grown.select(plan)
-        nodes = grown.proposed(selected)
+        column = grown.select(plan)
+        nodes = grown.proposed(column)
         tree = TokenTree.unchecked(nodes.tokens, nodes.parents, nodes.depths, nodes.mask)
-        self._proposed = _Proposed(Proposal(tree, nodes.values, selected, kept_slots), grown.tokens, grown.num_run)
+        proposal = Proposal(tree, nodes.values, column, kept_slots)
         depth = plan.num_nodes if plan.is_heap else grown.num_layers
         drawn_from = None if probs is None else draft_probs(probs, nodes.rows, plan, growth.sampling.greedy_rows)
-        return Draft(tree, drawn_from, depth, num_calls + grown.num_calls, nodes.values)
+        self.draft = Draft(
+            tree, drawn_from, depth, num_calls + grown.num_calls, nodes.values, column=column,
+            grown=Grown(proposal, grown.tokens, grown.scored),
+        )  # fmt: skip
+        return self.draft
 
     def _plan(self, growth: Growth, budget: int) -> Plan:
         """Return a growth's plan within what the drafter can run."""
@@ -162,68 +147,30 @@ class _ModelRun(DraftRun):
         return self._probs[: batch * rows * vocab].view(batch, rows, vocab)
 
     def observe(self, acceptance: Acceptance) -> None:
-        """Commit the accepted nodes that were run; keep an accepted leaf that was not for the next call."""
-        if self._root is not None:
-            return self._observe_root(acceptance)
-        is_extended, proposed = self._extension is not None, self._proposed
-        tokens = proposed.proposal.tree.tokens if self._extension is None else self._extension[1]
-        self.acceptance_model.read_text(tokens, acceptance.path, acceptance.path_lengths)
-        proposal, own = proposed.proposal, self._own_part(acceptance)
-        n = proposal.tree.tokens.shape[1]
-        if acceptance.ratios is None:  # MATCH computes none
-            ratios, is_live = path_on_nodes(own.path, own.path_lengths, n)
-            if is_extended:
-                is_missed = missed_nodes(proposal.tree, own, acceptance)
-                proposal, ratios = without_children(proposal, is_missed), ratios.masked_fill(is_missed, 1.0)
-        else:
-            ratios, is_live = acceptance.ratios[:, :n], acceptance.path_lengths > 0  # others may have appended nodes
-        self.acceptance_model.learn(proposal, ratios, is_live)
-        self._state.commit(own, proposed.columns, proposed.proposal.selected, proposed.num_run)
-        self._state.follow(tokens, acceptance, was_drafted=True)
-
-    def _observe_root(self, acceptance: Acceptance) -> None:
-        """Keep accepted tokens that were never run for the next tree."""
-        assert self._root is not None, "the caller has checked"
-        tokens, self._root = self._root[:, None], None
-        path, lengths = acceptance.path, acceptance.path_lengths.long()
-        if self._extension is not None:
-            (_, tokens), self._extension = self._extension, None
+        """Learn from the accepted paths, and commit the accepted nodes that were run; the others are run later."""
         if self._growth is not None:
-            self.acceptance_model.read_text(tokens, path, acceptance.path_lengths)
-        self._state.commit_later(tokens.gather(1, path.clamp(min=0).long()), lengths)
-        self._state.follow(tokens, acceptance, was_drafted=False)
+            self.acceptance_model.read_text(self.draft.tree.tokens, acceptance.path, acceptance.path_lengths)
+        self._state.is_extended |= self.draft.is_united
+        if self.draft.grown is not None:
+            self._learn(self.draft, acceptance)
+        self._state.follow(self.draft, acceptance)
 
-    def _own_part(self, acceptance: Acceptance) -> Acceptance:
-        """Cut accepted paths where they leave the own tree; what follows there is run before the next draft."""
-        if self._extension is None:
-            return acceptance
-        (own, tokens), self._extension = self._extension, None
-        path, lengths = acceptance.path.long(), acceptance.path_lengths
-        place = torch.arange(path.shape[1], device=path.device)
-        is_own = (path < own) & (place < lengths[:, None])
-        count = is_own.sum(1, dtype=torch.int32)
-        beyond = (place + count[:, None]).clamp(max=path.shape[1] - 1).long()
-        unseen = tokens.gather(1, path.gather(1, beyond).clamp(min=0))
-        self._state.commit_later(unseen, (lengths - count).long())
-        own_path = torch.where(is_own, path, -1).to(torch.int32)
-        return Acceptance(own_path, count, acceptance.next_token)
-
-    @property
-    def last_proposal(self) -> tuple[_Proposed, TokenTree | None]:
-        """What observing the last tree takes; set when a captured proposal is replayed."""
-        return self._proposed, self._state.decode_state.pending_tree
-
-    @last_proposal.setter
-    def last_proposal(self, proposal: tuple[_Proposed, TokenTree | None]) -> None:
-        self._proposed, self._state.decode_state.pending_tree = proposal
-        self._root = self._extension = None
+    def _learn(self, draft: Draft, acceptance: Acceptance) -> None:
+        proposal, n = draft.grown.proposal, draft.tree.tokens.shape[1]
+        if acceptance.ratios is None:  # MATCH computes none
+            ratios, is_live = path_on_nodes(acceptance.path, acceptance.path_lengths, n)
+        else:
+            ratios, is_live = acceptance.ratios[:, :n], acceptance.path_lengths > 0  # a captured tree may be padded
+        if draft.is_united:
+            assert draft.column is not None, "united drafts have columns"
+            ratios = on_own_nodes(ratios, draft.column, proposal, draft.grown.tokens.shape[1])
+            if acceptance.ratios is None:
+                is_missed = missed_nodes(proposal.tree, ratios, acceptance)
+                proposal, ratios = without_children(proposal, is_missed), ratios.masked_fill(is_missed, 1.0)
+        self.acceptance_model.learn(proposal, ratios, is_live)
 
     def leave(self, count: Tensor) -> None:
         self._left_out.copy_(count)
-
-    def extend(self, tree: TokenTree) -> None:
-        own = 1 if self._root is not None else self._proposed.proposal.tree.tokens.shape[1]
-        self._extension, self._state.is_extended = (own, tree.tokens), True
 
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         self._state.admit(row, prompt)
@@ -232,7 +179,6 @@ class _ModelRun(DraftRun):
             self._read_prompts([row])
 
     def restart(self, prompts: Sequence[Sequence[int]]) -> None:
-        self._root, self._extension = None, None
         self._state.restart(prompts)
         if self._growth is not None:
             for row in range(len(prompts)):
@@ -244,7 +190,7 @@ class _ModelRun(DraftRun):
         other._state, other._rng, other._left_out = self._state.select(rows), rng, self._left_out[rows]
         if self._growth is not None:
             other.acceptance_model = self.acceptance_model.select(rows)
-        other._root = other._extension = other._probs = None
+        other._probs = None
         return other
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
@@ -268,7 +214,6 @@ class _ModelRun(DraftRun):
         self._state.replayed(was_drafted=budget > 1)
 
     def give_up(self) -> None:
-        self._root = self._extension = None
         self._state.forget_pending()
 
     def _use(self, growth: Growth) -> None:

@@ -74,7 +74,7 @@ class _CopiedRun(_ModelRun):
     def after(self, path: Tensor, lengths: Tensor) -> tuple[_CopiedRun, Tensor]:
         """Copy the run, as if int32[batch, m] nodes were accepted; return int64[batch], its likeliest next tokens."""
         other = self.select(torch.arange(len(path), device=path.device), self._rng)
-        proposal = self._proposed.proposal
+        proposal = self.draft.grown.proposal
         tokens = proposal.tree.tokens
         ratios, is_live = path_on_nodes(path, lengths, tokens.shape[1])
         other.acceptance_model.read_text(tokens, path, lengths)

@@ -67,7 +67,6 @@ class _SuffixRun(DraftRun):
         self._ends = [list(prompt[-LONGEST_MATCH:]) for prompt in prompts]
         self._read_pending = [False] * len(prompts)  # whether a sequence's automaton has read its pending token
         self._store, self._min_match = store, min_match
-        self._tree: TokenTree | None = None
         self._pending: list[int | None] = [None] * len(prompts)  # tokens; None where they were not read
         self._accepted: AcceptedTokens | None = None  # of the last step, where they were not read
 
@@ -86,11 +85,9 @@ class _SuffixRun(DraftRun):
             nodes.tokens[row, 0] = token
             size = max(size, self._lay_out(row, nodes.row(row)))
         tokens, parents, values, depths = uploaded(nodes, size, pending)
-        self._tree = TokenTree.unchecked(tokens, parents, depths)
-        return Draft(self._tree, None, int(nodes.depths.max()), values=values)
-
-    def extend(self, tree: TokenTree) -> None:
-        self._tree = tree
+        tree = TokenTree.unchecked(tokens, parents, depths)
+        self.draft = Draft(tree, None, int(nodes.depths.max()), values=values)
+        return self.draft
 
     def _lay_out(self, row: int, nodes: Nodes) -> int:
         """Write the continuations found in a text and in the datastore to ``nodes``; return the tree's size."""
@@ -109,8 +106,7 @@ class _SuffixRun(DraftRun):
 
     def observe(self, acceptance: Acceptance) -> None:
         """Begin to copy the accepted tokens, which are appended to the texts before the next tree is laid out."""
-        assert self._tree is not None, "observe follows propose"
-        self._accepted = AcceptedTokens(self._tree.tokens, acceptance)
+        self._accepted = AcceptedTokens(self.draft.tree.tokens, acceptance)
 
     def _read_accepted(self) -> None:
         """Append the tokens accepted in the last step."""

@@ -78,9 +78,12 @@ class GrownTree:
         frontier_number: number of the frontier's first node in random draws; it does not depend on the batch.
         size: columns in use.
         num_run: columns that were run.
+        scored: these columns.
         num_calls: draft calls made.
         num_layers: layers added.
     """
+
+    scored: TokenTree
 
     def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, left: Tensor, plan: Plan) -> None:
         self._columns = columns = begin(pending, leaf, has_leaf, num_columns(plan))
@@ -103,7 +106,7 @@ class GrownTree:
         size = self.size
         depths, mask = self._depths[:, :size], self._mask[:, :size, :size]
         tree = TokenTree.unchecked(self.tokens, self.parents, depths, mask)
-        logits = score(tree, self.num_run)
+        logits, self.scored = score(tree, self.num_run), tree
         if not self.num_run:
             logits = logits.gather(1, self.root_offset.view(-1, 1, 1).expand(-1, 1, logits.shape[-1]))
         self.num_run = size

@@ -30,14 +30,14 @@ class Proposal:
     Attributes:
         tree: the proposed tree.
         values: float[batch, n], values of its nodes.
-        selected: int64[batch, n], number of each of its nodes among the root and all nodes that were grown; None where
+        column: int64[batch, n], number of each of its nodes among the root and all nodes that were grown; None where
             all nodes were proposed.
         kept_slots: what the model returned from ``keep`` for the nodes that were grown, layer by layer.
     """
 
     tree: TokenTree
     values: Tensor
-    selected: Tensor | None
+    column: Tensor | None
     kept_slots: KeptSlots
 
 

@@ -168,7 +168,7 @@ class GreedyAcceptance(AcceptanceModel):
 def _verdicts(proposal: Proposal, ratios: Tensor, is_live: Tensor) -> Verdicts:
     """Describe a verified tree as the kernels take it."""
     tree = proposal.tree
-    return Verdicts(tree.parents, tree.ancestor_mask, proposal.selected, ratios, is_live)
+    return Verdicts(tree.parents, tree.ancestor_mask, proposal.column, ratios, is_live)
 
 
 def _midpoints(edges: Tensor) -> Tensor:

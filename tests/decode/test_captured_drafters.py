@@ -49,14 +49,12 @@ class BigramRun(DraftRun):
         tokens = torch.cat([pending[:, None], self.following.gather(1, pending[:, None])], 1)
         parents = torch.zeros_like(tokens, dtype=torch.int32)
         parents[:, 0] = -1
-        self.last_proposal = tokens[:, :1]
-        return Draft(TokenTree.unchecked(tokens, parents), None, 1, values=torch.ones_like(tokens, dtype=torch.float32))
+        values = torch.ones_like(tokens, dtype=torch.float32)
+        self.draft = Draft(TokenTree.unchecked(tokens, parents), None, 1, values=values)
+        return self.draft
 
     def observe(self, acceptance: Any) -> None:
-        self.following.scatter_(1, self.last_proposal, acceptance.next_token[:, None])
-
-    def extend(self, tree: TokenTree) -> None:
-        """Its node stays the first one."""
+        self.following.scatter_(1, self.draft.tree.tokens[:, :1], acceptance.next_token[:, None])
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

@@ -34,8 +34,5 @@ class Retrieval(Drafter, DraftRun):
     def admit(self, row: int, prompt: Sequence[int]) -> None:
         """Propose the same tree for another text."""
 
-    def extend(self, tree: TokenTree) -> None:
-        """Its nodes stay the first ones."""
-
     def observe(self, acceptance: Acceptance) -> None:
         """Learn nothing."""

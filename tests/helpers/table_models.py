@@ -52,6 +52,7 @@ class TableState:
     max_nodes: int
     length_bound: int = 0
     fixed_shapes: bool = False
+    pending_tree: TokenTree | None = None
 
     def resized(self, max_length: int, max_nodes: int) -> TableState:
         return TableState(self.lengths, max_length, max_nodes, self.length_bound)
