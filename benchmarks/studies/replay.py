@@ -68,6 +68,7 @@ class _Place:
     max_nodes: int = 1 << 30
     length_bound: int = 0
     fixed_shapes: bool = False
+    pending_tree: TokenTree | None = None
 
     @property
     def lengths(self) -> Tensor:
