@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_states import Decoding
+from helpers.fast_cases import slow_unless
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import TOLERANCE
 from torch import Tensor
@@ -74,7 +75,7 @@ CALLS: dict[str, Callable[[int, int], tuple[str, Callable[..., Any], dict[str, A
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", slow_unless("Bamba-9B".__eq__, CALLS))
 def test_published_layers_stay_within_the_bound(name: str) -> None:
     length = 256 if name == "mamba-2.8b" else 1024  # it is scanned token by token
     called, function, given = CALLS[name](8, length)
@@ -91,7 +92,7 @@ def test_one_token_of_eight_texts_is_bounded_too() -> None:
     assert peak_bytes(lambda: run_in_slices(called, function, **given)) < 1.1 * MOST_BYTES
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=("jamba", "qwen3_next")))
 def test_prefill_in_slices_is_the_models_own_forward(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

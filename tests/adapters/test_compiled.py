@@ -61,6 +61,7 @@ def _add_hook(lm: TreeLM) -> None:
     lm.model.get_output_embeddings().register_forward_hook(lambda module, inputs, output: output * 3)
 
 
+@pytest.mark.slow
 def test_compiled_trees_of_all_sizes_have_the_logits_of_the_model() -> None:
     _check(partial(tiny_model, "mamba2"), sizes=((0, 4), (0, 7)))
 

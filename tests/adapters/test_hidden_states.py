@@ -68,7 +68,7 @@ def tree_error(decoding: Decoding, tree: TokenTree, hidden: Tensor, first: int =
     return max(errors)
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=("jamba", "lfm2")))
 def test_every_layer_equals_transformers_in_each_call(family: str, dtype: torch.dtype) -> None:
     decoding = Decoding(family_model(family, dtype), [0, 0, 0], max_nodes=7)
     lm, tolerance, layers = decoding.lm, TOLERANCE[dtype], every_layer(decoding.lm)
@@ -95,7 +95,7 @@ def test_every_layer_equals_transformers_in_each_call(family: str, dtype: torch.
     assert hidden.shape[:2] == (3, 9) and text_error(decoding, hidden, begins) < tolerance
 
 
-@pytest.mark.parametrize("family", matrix(fast=("lfm2",), in_ci=EVERY_ADAPTER))
+@pytest.mark.parametrize("family", matrix(fast=(), in_ci=EVERY_ADAPTER))
 def test_fused_layers_change_no_hidden_states(family: str, launched: Counter[str]) -> None:
     results = []
     for is_fused in (False, True):

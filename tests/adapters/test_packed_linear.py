@@ -110,6 +110,7 @@ def test_another_weight_in_the_same_memory_is_packed_when_it_was_written_to_as_o
     assert _error(layer, x) < 1e-5
 
 
+@pytest.mark.slow
 def test_products_are_those_of_packed_weights_whether_compiled_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: 0)
     lm = stree.TreeLM(tiny_model("mamba2", torch.float32))

@@ -72,6 +72,7 @@ def assert_prefill_is_checked(lm: stree.TreeLM, lengths: list[int]) -> None:
     assert 0.95 < memory.needed_bytes(lm, NoDrafter(), extent) / memory_of.peak < 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("has_drafter", "sampling", "verifier"),

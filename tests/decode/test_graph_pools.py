@@ -39,6 +39,7 @@ def test_a_recorder_refuses_a_pool_whose_graphs_are_gone_as_torch_does() -> None
         recorder.capture(lambda: value + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"budget": "auto", "sampling": Sampling(0.8)}, {"budget": 8}], ids=str)
 def test_every_step_is_captured_whatever_graphs_went_before(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, no_collection: None
@@ -72,6 +73,7 @@ def test_released_steps_free_their_states_at_once(
     assert not any(reference() is not None for reference in references)
 
 
+@pytest.mark.slow
 def test_threads_that_share_a_target_replay_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = generate(launched(), near_drafter(), budget=8, max_new_tokens=40).sequences
     lm = captured(monkeypatch)

@@ -76,6 +76,7 @@ def test_a_text_in_a_mixture_is_that_of_a_batch_of_its_own_kind(name: str) -> No
         assert out.stats["finish_reasons"] == ["stop", *["length"] * 5]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WAYS)
 def test_one_captured_step_serves_all_mixtures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, options = captured(monkeypatch), {"stop_token_ids": stops(), "max_length": 40, **EACH}

@@ -14,11 +14,13 @@ def test_the_committed_step_is_what_its_script_draws() -> None:
     assert figure_step.OUT.read_text() == svg(figure_step.draw()), f"run python -m {figure_step.__name__}"
 
 
+@pytest.mark.slow
 def test_the_committed_plots_are_those_of_the_records() -> None:
     committed = {path.stem: path.read_text() for path in documents.PLOTS.glob("*.svg")}
     assert committed == documents.drawn(), f"run python -m {documents.__name__}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", documents.DOCUMENTS, ids=lambda path: path.name)
 def test_the_tables_of_the_documents_are_those_of_the_records(document: Path) -> None:
     text = document.read_text()

@@ -47,6 +47,7 @@ def test_every_kind_model_and_test_that_is_named_exists(tmp_path: Path) -> None:
     assert steps.NODES[:3] == (1, 16, 64)
 
 
+@pytest.mark.slow
 def test_the_marker_of_gpu_tests_selects_what_a_first_run_tests() -> None:
     files = [*first_run.kernel_tests(is_small=False)[:2], "tests/operations/test_walk.py", first_run.LOOP]
     done = subprocess.run(

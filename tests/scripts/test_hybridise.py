@@ -90,6 +90,7 @@ def source(llama: PreTrainedModel, tmp_path: Path) -> list[str]:
     return ["--source", str(tmp_path / "llama"), "--text", str(tmp_path / "text.jsonl"), "--out", str(tmp_path / "out")]
 
 
+@pytest.mark.slow
 def test_a_run_lowers_both_losses_writes_a_model_that_stree_decodes_and_can_be_resumed(
     source: list[str], tmp_path: Path
 ) -> None:

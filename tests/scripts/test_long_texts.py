@@ -89,6 +89,7 @@ def test_requests_are_questions_and_passages_that_are_not_held_out(data: Path) -
     assert not any("worm" in text or "held" in text for text in found) and len(set(found[1::2])) > 5
 
 
+@pytest.mark.slow
 def test_the_loss_is_averaged_by_ranges_of_positions_and_from_a_short_context(data: Path) -> None:
     found = measure(ASSETS / "target", data / "corpus", 1200, 2)
     text = long_prompts.held_out_tokens(str(ASSETS / "target"), data / "corpus", "english")
