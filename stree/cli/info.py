@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.filesize import pick_unit_and_suffix
-
 from stree.cli.importing import without_collection
 from stree.cli.options import add_command
 from stree.files import check_file
@@ -205,5 +203,7 @@ def _aligned(lines: dict[str, str]) -> str:
 
 def _size(count: int) -> str:
     """Write bytes with a unit."""
+    from rich.filesize import pick_unit_and_suffix
+
     unit, name = pick_unit_and_suffix(count, ["B", "KiB", "MiB", "GiB"], 1024)
     return f"{count / unit:.1f} {name}" if unit > 1 else f"{count} B"
