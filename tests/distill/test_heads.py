@@ -184,6 +184,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
 
 @pytest.mark.parametrize("made", ["mtp-plain"], indirect=True)
 @pytest.mark.skipif("STREE_SPECULATORS" not in os.environ, reason="STREE_SPECULATORS names no folder of speculators")
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # by speculators' own code
 def test_speculators_own_class_gives_the_same_logits(made: tuple[Path, dict[str, Any]], target: stree.TreeLM) -> None:
     sys.path.append(os.environ["STREE_SPECULATORS"])
     mtp: Any = importlib.import_module("speculators.models.mtp.core")

@@ -171,6 +171,7 @@ def test_run_gives_the_logits_of_a_plain_forward(name: str, layout: str, tmp_pat
 
 @pytest.mark.skipif("STREE_SPECULATORS" not in os.environ, reason="STREE_SPECULATORS names no folder of speculators")
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "some tokens"])
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # by speculators' own code
 def test_run_gives_the_logits_of_speculators(name: str, tmp_path: Path) -> None:
     sys.path.append(os.environ["STREE_SPECULATORS"])
     eagle3: Any = importlib.import_module("speculators.models.eagle3")
