@@ -86,7 +86,7 @@ def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
         sums = " and ".join(
             arithmetic(model, extent.batch, extent.length, extent.nodes_of(place)) for place, model in enumerate(models)
         )
-        passing = f"{_size(_passing(models, extent))} of them in a prefill or in the logits of a step"
+        passing = f"{_size(_transient_bytes(models, extent))} of them in a prefill or in the logits of a step"
         raise ValueError(
             f"the states need {_size(need)}, {passing}, {sums}, and {_size(free)} are free on {lm.device}; "
             "lower max_batch, max_length or budget"
@@ -106,10 +106,10 @@ def needed_bytes(lm: TreeLM, drafter: Drafter, extent: Extent) -> int:
     for place, model in enumerate(models):
         rows = batch + max(extent.single_rows, _runs_one_by_one(model, extent))
         states += state_bytes(model, rows, length, extent.nodes_of(place))
-    return contexts + states + _passing(models, extent)
+    return contexts + states + _transient_bytes(models, extent)
 
 
-def _passing(models: list[TreeLM], extent: Extent) -> int:
+def _transient_bytes(models: list[TreeLM], extent: Extent) -> int:
     """Bytes that are free again after a prefill, which models run one after the other, or after a step."""
     step = extent.batch * sum(
         (_distribution_bytes if place else _logits_bytes)(model, extent) for place, model in enumerate(models)

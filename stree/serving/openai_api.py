@@ -216,7 +216,7 @@ async def _unless_left(request: Request, work: Awaitable[list[Piece]]) -> list[P
     """Wait for work unless the client leaves before.
 
     Raises:
-        APIError: it has left, so that nobody reads the answer.
+        APIError: it has left: there is no one to answer.
     """
 
     async def left() -> None:

@@ -53,7 +53,7 @@ def rows_of_the_vocabulary(out: Any) -> int:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("drafter", [near_drafter(), SuffixDrafter(), NoDrafter()], ids=["model", "suffix", "none"])
-def test_a_captured_step_keeps_no_logits_that_nobody_reads(
+def test_a_captured_step_keeps_no_logits_that_are_not_read(
     drafter: Any, sampling: Sampling, outputs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     generate(captured(monkeypatch), drafter, budget=8, sampling=sampling)
