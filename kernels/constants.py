@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def constant(make: Callable[[*Keys], R]) -> Callable[[*Keys], R]:
-    """Keep what a function of positional arguments returns for each of them, for good; nobody writes to it.
+    """Keep what a function of positional arguments returns for each of them, for good; no caller may write to it.
 
     Captured steps hold no reference to what they read, so nothing is dropped.  Arguments must take few values: sizes
     that grow with a batch or a tree are rounded up to a power of two, and callers slice.

@@ -68,7 +68,7 @@ def traverse(
     sequences: Tensor,
     positions: Tensor,
 ) -> TraversedPath:
-    """Test all nodes, toss their coins, walk down to the first in post-order that shows, and draw the next token.
+    """Test all nodes, draw which nodes pass, walk down to the first in post-order that does, and draw the next token.
 
     Coins are tossed with the numbers of the counters (positions, sequences, 1, drafted nodes up to this one), the next
     token is drawn with that of (positions + depth + 1, sequences, 0, 0).

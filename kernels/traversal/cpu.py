@@ -40,10 +40,10 @@ def hold(tree: Tree, target_probs: Tensor, draft: DraftProbs | None, max_depth: 
         kind = torch.full((batch, n), DELTA, dtype=torch.int8)
     else:
         probs, row, kind = draft.probs, draft.row.to(torch.int32), draft.kind
-    coins, ratios = left.new_empty(batch, n, dtype=torch.float64), left.new_empty(batch, n)
-    given = (tree.tokens, tree.parents, left, probs, row, kind, coins, ratios)
+    accept_probs, ratios = left.new_empty(batch, n, dtype=torch.float64), left.new_empty(batch, n)
+    given = (tree.tokens, tree.parents, left, probs, row, kind, accept_probs, ratios)
     _hold(*(part.contiguous().numpy() for part in given))
-    return Held(coins, ratios, left)
+    return Held(accept_probs, ratios, left)
 
 
 def walk(tree: Tree, is_passed: Tensor, max_depth: int) -> Walked:
@@ -112,7 +112,7 @@ def _hold(
         probs: float[batch, rows, vocab], distributions that SAMPLED and INDEPENDENT nodes were drawn from.
         row: int32[batch, n], see ``DraftProbs``.
         kind: int8[batch, n], likewise.
-        held: float64[batch, n], written: each node's coin, the root's among them.
+        held: float64[batch, n], written: each node's acceptance probability, the root's among them.
         ratio: float[batch, n], written: min(1, p / q) at the token of each drafted node, else 0.
 
     Raises:
@@ -159,7 +159,7 @@ def _hold(
 
 @compiled
 def _walk(parents: Array, shown: Array, path: Array, lengths: Array, leaf: Array) -> None:
-    """Walk down to the first node in post-order whose coin shows.
+    """Walk down to the first node in post-order that passes its test.
 
     Args:
         parents: int32[batch, n].

@@ -25,7 +25,7 @@ from stree.kernels.traversal.operands import DELTA, INDEPENDENT, DraftRows, Trav
 
 __all__ = ["ACCEPT", "MAX_WAVES", "constants", "num_waves", "traverse", "warps"]
 
-ACCEPT = 1  # purpose of the numbers of coins
+ACCEPT = 1  # purpose of the numbers of acceptance tests
 MAX_WAVES = 12  # a test for each of the 12 children that `calibrated` draws at the root
 BLOCK = 4096  # of a vocabulary in one program
 PARTS = 16  # sums of blocks that are read together
@@ -46,7 +46,7 @@ def traverse(
     max_depth: int,
     max_children: int | None,
 ) -> TraversedPath:
-    """Test all nodes, toss their coins, walk down and draw the next token; see `stree.kernels.traversal.api`.
+    """Test all nodes, draw which nodes pass, walk down and draw the next token; see `stree.kernels.traversal.api`.
 
     Args:
         tree: tokens, parents, mask and depths.
@@ -164,7 +164,7 @@ class _Work:
             )  # fmt: skip
 
     def toss(self, tree: tuple[Tensor, ...], words: tuple[Tensor, ...], width: int) -> TraversedPath:
-        """Toss the coins, walk down, and draw the next token."""
+        """Draw which nodes pass, walk down, and draw the next token."""
         _, _, mask, depths = tree
         batch, n, vocab = self.dist.shape
         new, blocks = self.dist.new_empty, self.parts.shape[2]
@@ -173,11 +173,11 @@ class _Work:
             path_lengths=new(batch, dtype=torch.int32),
             next_token=new(batch, dtype=torch.int64),
             ratios=new(batch, n),
-            coins=new(batch, n),
+            accept_probs=new(batch, n),
         )
         leaf, sums = new(batch, dtype=torch.int32), new(batch, blocks, dtype=torch.int64)
         plan_and_walk.toss_kernel[(batch,)](
-            mask, depths, *words, self.plan, self.state, self.parts, found.coins, found.ratios, found.path,
+            mask, depths, *words, self.plan, self.state, self.parts, found.accept_probs, found.ratios, found.path,
             found.path_lengths, leaf, n, width, blocks, PURPOSE=ACCEPT, **self._take("NODES", "PARTS"),
             num_warps=self.warps["pairs"],
         )  # fmt: skip

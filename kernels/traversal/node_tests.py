@@ -44,7 +44,7 @@ TINY = tl.constexpr(1.2e-38)  # a divisor that keeps 0 / 0 at 0; the smallest no
 
 
 @triton.jit
-def coin_of(total, held):
+def pass_prob(total, held):
     """Weigh anew with what probability a node is held, of whose distribution a rejection left this much."""
     # In this order: total + 1 would round total away.
     return tl.div_rn(total, tl.maximum(total + (1.0 - held), TINY))
@@ -110,7 +110,7 @@ def _settle(
     younger, eldest = now & (rank > 0), now & (rank == 0)
     sum_elder, held_elder = tl.gather(total, elder, 0), tl.gather(held, elder, 0)
     mass_elder = tl.where(tl.gather(is_left.to(tl.int32), elder, 0) != 0, sum_elder, tl.gather(mass, elder, 0))
-    held = tl.where(younger, coin_of(sum_elder, held_elder), held)
+    held = tl.where(younger, pass_prob(sum_elder, held_elder), held)
     mass = tl.where(younger, mass_elder, mass)
     ratio = tl.div_rn(left, mass) * inverse
     below = tl.where(younger, tl.minimum(held * ratio, 1.0), below)

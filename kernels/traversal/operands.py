@@ -66,12 +66,12 @@ class Held(NamedTuple):
     """Tests of all nodes.
 
     Attributes:
-        coins: float[b, n], probability with which each drafted node's coin shows.
+        accept_probs: float[b, n], acceptance probability of each drafted node.
         ratios: float[b, n], min(1, p / q) at each drafted node's token; undefined for the root and padding.
         left: float[b, n, vocab], not normalised: what is left of the target's distributions when all children failed.
     """
 
-    coins: Tensor
+    accept_probs: Tensor
     ratios: Tensor
     left: Tensor
 
@@ -92,18 +92,18 @@ class Walked(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TraversedPath:
-    """The accepted path of each sequence, the token after it, and what the coins were tossed with.
+    """The accepted path of each sequence, the token after it, and what the tests were drawn with.
 
     Attributes:
         path: int32[b, m], nodes from the root down, padded by -1.
         path_lengths: int32[b], root included.
         next_token: int64[b].
         ratios: float32[b, n], min(1, p / q) at each drafted node's token; 0 for the root and padding.
-        coins: float32[b, n], probability with which each drafted node's coin shows; undefined for the root and padding.
+        accept_probs: float32[b, n], acceptance probability of each drafted node; undefined for the root and padding.
     """
 
     path: Tensor
     path_lengths: Tensor
     next_token: Tensor
     ratios: Tensor
-    coins: Tensor
+    accept_probs: Tensor

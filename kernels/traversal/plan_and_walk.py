@@ -33,8 +33,8 @@ from stree.kernels.traversal.node_tests import (
     STATE_ROWS,
     TOKEN,
     WHEN,
-    coin_of,
     left_of,
+    pass_prob,
     sum_parts,
 )
 
@@ -149,12 +149,12 @@ def plan_kernel(
 )
 def toss_kernel(
     mask_ptr, depths_ptr, sequences_ptr, positions_ptr, key_ptr, plan_ptr, state_ptr, parts_ptr,
-    coin_ptr, ratio_ptr, path_ptr, lengths_ptr, leaf_ptr, n, width, blocks,
+    accept_ptr, ratio_ptr, path_ptr, lengths_ptr, leaf_ptr, n, width, blocks,
     PURPOSE: tl.constexpr, NODES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Settle the last tests, toss every node's coin, and walk down to the first in post-order that shows; grid (batch).
+    """Settle the last tests, draw which nodes pass, and walk down to the first in post-order; grid (batch).
 
-    That is the node which is reached by going, from the root on, to the eldest child below which a coin shows.
+    That is the node which is reached by going, from the root on, to the eldest child below which a node passes.
     """
     batch = tl.program_id(0).to(tl.int64)
     plan_ptr += batch * PLAN_ROWS * NODES
@@ -175,21 +175,21 @@ def toss_kernel(
     mass, held = tl.load(state_ptr + MASS * NODES + youngest), tl.load(state_ptr + HELD * NODES + youngest)
     after = tl.where(has_child, tl.where(left > NOTHING, left, mass), 1.0)
     tl.store(state_ptr + AFTER * NODES + node, after)
-    coin = tl.where(has_child, coin_of(left, held), tl.load(state_ptr + BELOW * NODES + node))
-    tl.store(coin_ptr + batch * n + node, coin, inside)
+    prob = tl.where(has_child, pass_prob(left, held), tl.load(state_ptr + BELOW * NODES + node))
+    tl.store(accept_ptr + batch * n + node, prob, inside)
     tl.store(ratio_ptr + batch * n + node, tl.minimum(tl.load(state_ptr + RATIO * NODES + node), 1.0), inside)
     position = tl.load(positions_ptr + batch) + node * 0
     sequence = tl.load(sequences_ptr + batch)
     drafted = tl.cumsum(is_drafted.to(tl.int64), 0)  # number of a node without padding, of which batches differ
     number = uniform_of(position, sequence + node * 0, PURPOSE, drafted, tl.load(key_ptr + batch))
-    shows = is_drafted & (number < coin.to(tl.float64))
+    passes = is_drafted & (number < prob.to(tl.float64))
     mask_ptr += batch * n * n
     alive, alive_elders = node * 0, node * 0
     for start in range(0, n, PARTS):
         column = start + tl.arange(0, PARTS)
         pairs = inside[:, None] & (column < n)[None, :]
         is_below = tl.load(mask_ptr + column[None, :] * n + node[:, None], pairs, 0) != 0
-        alive += tl.sum(tl.where(is_below, tl.gather(shows.to(tl.int32), column, 0)[None, :], 0), 1)
+        alive += tl.sum(tl.where(is_below, tl.gather(passes.to(tl.int32), column, 0)[None, :], 0), 1)
     name = tl.where(is_drafted, tl.load(plan_ptr + PARENT * NODES + node), -1)
     for start in range(0, n, PARTS):
         column = start + tl.arange(0, PARTS)

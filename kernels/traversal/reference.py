@@ -15,8 +15,8 @@ __all__ = ["accept_probs", "hold", "walk"]
 def hold(tree: Tree, target_probs: Tensor, draft: DraftProbs | None, max_depth: int) -> Held:
     """Test all nodes; see `stree.kernels.traversal.api`."""
     residuals = Residuals(tree, target_probs, draft)
-    coins = accept_probs(tree, residuals, max_depth)
-    return Held(coins, residuals.ratio[:, :-1].clamp(max=1), residuals.left)
+    probs = accept_probs(tree, residuals, max_depth)
+    return Held(probs, residuals.ratio[:, :-1].clamp(max=1), residuals.left)
 
 
 def accept_probs(tree: Tree, residuals: Residuals, max_depth: int) -> Tensor:

@@ -9,21 +9,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Appended",
-    "Children",
-    "Chosen",
-    "Columns",
-    "Kept",
-    "Layout",
-    "Level",
-    "Memory",
-    "Proposed",
-    "RankFit",
-    "Ratings",
-    "Table",
-    "Terms",
-    "Verdicts",
-    "Words",
+    "Appended", "Children", "Chosen", "Columns", "Kept", "Layout", "Level", "Memory", "Proposed",
+    "RankFit", "Ratings", "Table", "Terms", "Verdicts", "Words",
 ]  # fmt: skip
 
 NUM_PLACES = 1 << 18  # of the pairs of tokens that a text holds, and as many of its triples

@@ -29,7 +29,7 @@ def traverse(
     if type(rng) is Random and draws_in_kernels(target_probs):  # a subclass draws its own numbers
         return traverse_by_kernels(tree, target_probs, rng, draft, max_depth)
     held = hold(tree, target_probs, draft, max_depth)
-    is_passed = draw_tests(rng, held.coins, tree.parents >= 0)
+    is_passed = draw_tests(rng, held.accept_probs, tree.parents >= 0)
     path, path_lengths, leaf = walk(tree, is_passed, max_depth)
     left = held.left[torch.arange(len(leaf), device=leaf.device), leaf]
     return Acceptance(path, path_lengths, rng.choice("target", left, path_lengths), held.ratios)

@@ -1,4 +1,4 @@
-"""Trees, distributions and coins for the tests of traversal in Triton and numba, with float64 references in torch."""
+"""Problems for the tests of traversal in Triton and numba: trees, distributions, and float64 references in torch."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ class Problem:
         return int(self.tree.depths.max())
 
     def wide(self, kind: int | None = None) -> tuple[Tensor, Tensor]:
-        """Compute coins and ratios in float64, of nodes of another kind if one is given."""
-        coins, residuals = self.wide_residuals(kind)
-        return coins, residuals.ratio[:, :-1].clamp(max=1)
+        """Compute accept_probs and ratios in float64, of nodes of another kind if one is given."""
+        accept_probs, residuals = self.wide_residuals(kind)
+        return accept_probs, residuals.ratio[:, :-1].clamp(max=1)
 
     def wide_residuals(self, kind: int | None = None) -> tuple[Tensor, Residuals]:
-        """Compute coins in float64; give what is left of the distributions, too."""
+        """Compute accept_probs in float64; give what is left of the distributions, too."""
         draft = self.draft
         if draft is not None:
             given = draft.kind if kind is None else torch.full_like(draft.kind, kind)
@@ -106,7 +106,7 @@ class Problem:
         return accept_probs(self.tree, residuals, self.depth), residuals
 
     def narrow(self) -> Tensor:
-        """Compute coins in float32, in torch."""
+        """Compute accept_probs in float32, in torch."""
         return accept_probs(self.tree, Residuals(self.tree, self.dist.clone(), self.draft), self.depth)
 
     def outcome(self) -> Acceptance:
@@ -125,14 +125,14 @@ class Problem:
             max_children=max_children, seed=rng.seed, sequences=rng.sequences, positions=rng.positions,
         )  # fmt: skip
 
-    def error(self, coins: Tensor, ratios: Tensor, found: TraversedPath) -> float:
-        """Measure how far the kernels' coins and ratios are from these, at drafted nodes."""
+    def error(self, accept_probs: Tensor, ratios: Tensor, found: TraversedPath) -> float:
+        """Measure how far the kernels' accept_probs and ratios are from these, at drafted nodes."""
         drafted = self.tree.parents >= 0
-        pairs = (found.coins.cpu() - coins, found.ratios.cpu() - ratios)
+        pairs = (found.accept_probs.cpu() - accept_probs, found.ratios.cpu() - ratios)
         return max(float((pair.abs() * drafted).max()) for pair in pairs)
 
     def check(self, found: TraversedPath, close: float = CLOSE) -> None:
-        """Require the coins of float64 and the outcome of the torch code."""
+        """Require the accept_probs of float64 and the outcome of the torch code."""
         assert self.error(*self.wide(), found) < close
         expected = self.outcome()
         for name in ("path", "path_lengths", "next_token"):
@@ -173,7 +173,7 @@ def parent_that_stays(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> tupl
         return problem.wide()
 
 
-# What is wrong, and how coins and ratios that are wrong so are made.
+# What is wrong, and how accept_probs and ratios that are wrong so are made.
 CONTROLS: dict[str, Callable[[Problem, pytest.MonkeyPatch], tuple[Tensor, Tensor]]] = {
     "the parent's weight by the child's own distribution": parent_by_own_probs,
     "the parent's weight as before": parent_that_stays,

@@ -1,4 +1,4 @@
-"""Traversal compiled for the CPU equals torch: coins, ratios, residual distributions and paths."""
+"""Traversal compiled for the CPU equals torch: accept_probs, ratios, residual distributions and paths."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tested:
 
     __test__ = False  # no class of tests
 
-    coins: Tensor
+    accept_probs: Tensor
     ratios: Tensor
     left: Tensor
     accepted: Acceptance
@@ -54,21 +54,22 @@ class Tested:
             patch.setattr(cpu, "hold", watched)
             given = problem.dist.clone() if dist is None else dist
             accepted = traverse(problem.tree, given, problem.rng, problem.draft, problem.depth)
-        coins, ratios, left = seen
-        return cls(coins, ratios, left, accepted)
+        accept_probs, ratios, left = seen
+        return cls(accept_probs, ratios, left, accepted)
 
-    def error(self, coins: Tensor, ratios: Tensor, tree: TokenTree) -> float:
-        """Measure how far coins and ratios are from these, at drafted nodes."""
+    def error(self, accept_probs: Tensor, ratios: Tensor, tree: TokenTree) -> float:
+        """Measure how far accept_probs and ratios are from these, at drafted nodes."""
         drafted = tree.parents >= 0
         return max(
-            float(((one - other).abs() * drafted).max()) for one, other in ((self.coins, coins), (self.ratios, ratios))
+            float(((one - other).abs() * drafted).max())
+            for one, other in ((self.accept_probs, accept_probs), (self.ratios, ratios))
         )
 
     def check(self, problem: Problem, close: float) -> None:
         """Require what torch computes in float64, and the outcome that it has for the same numbers."""
-        coins, residuals = problem.wide_residuals()
-        assert self.coins.dtype == torch.float64 and self.ratios.dtype == problem.dist.dtype
-        assert self.error(coins, residuals.ratio[:, :-1].clamp(max=1), problem.tree) < close
+        accept_probs, residuals = problem.wide_residuals()
+        assert self.accept_probs.dtype == torch.float64 and self.ratios.dtype == problem.dist.dtype
+        assert self.error(accept_probs, residuals.ratio[:, :-1].clamp(max=1), problem.tree) < close
         assert not bool(self.ratios[problem.tree.parents < 0].any())
         left, wanted = self.left.double(), residuals._probs
         total = wanted.sum(-1, keepdim=True)
@@ -107,7 +108,7 @@ def check_exactly(problem: Problem) -> None:
     st.sampled_from([0.0, 0.5]),
 )
 @settings(max_examples=60, deadline=None)
-def test_coins_ratios_and_outcomes_are_those_of_torch(
+def test_acceptance_ratios_and_outcomes_are_those_of_torch(
     seed: int, n: int, vocab: int, padding: int, kinds: tuple[int, ...], zeros: float
 ) -> None:
     problem = Problem.draw(n, vocab, seed=seed, padding=min(padding, n - 1), kinds=kinds, zeros=zeros)
@@ -143,12 +144,12 @@ def test_rows_stand_in_any_order_one_beyond_them_is_the_nearest_and_one_that_no_
     probs = torch.where(is_named[..., None], problem.draft.probs, torch.nan)
     expected = Tested.of(problem)
     found = Tested.of(replace(problem, draft=replace(problem.draft, probs=probs, row=given)))
-    assert torch.equal(found.coins, expected.coins) and torch.equal(found.left, expected.left)
+    assert torch.equal(found.accept_probs, expected.accept_probs) and torch.equal(found.left, expected.left)
     low = replace(problem.draft, row=torch.where(problem.draft.row == 0, -2, problem.draft.row))
-    assert torch.equal(Tested.of(replace(problem, draft=low)).coins, expected.coins)
+    assert torch.equal(Tested.of(replace(problem, draft=low)).accept_probs, expected.accept_probs)
     order = torch.tensor([4, 0, 8, 2, 6, 1, 3, 7, 5])
     moved = replace(problem.draft, probs=problem.draft.probs[:, order], row=order.argsort()[problem.draft.row.long()])
-    assert torch.equal(Tested.of(replace(problem, draft=moved)).coins, expected.coins)
+    assert torch.equal(Tested.of(replace(problem, draft=moved)).accept_probs, expected.accept_probs)
     few = replace(problem, draft=replace(problem.draft, probs=problem.draft.probs[:, :2]))
     Tested.of(few).check(few, CLOSE)
 
@@ -167,14 +168,14 @@ def test_a_distribution_that_nothing_is_left_of_stays_as_it_is() -> None:
         tested = Tested.of(problem)
         tested.check(problem, CLOSE)
         assert torch.equal(tested.left, dist) and tested.accepted.path.tolist() == [[0, 1]]
-        assert tested.coins[0, :2].tolist() == [0.0, 1.0] and tested.ratios[0, 1:].tolist() == [1.0, 0.0, 0.0]
+        assert tested.accept_probs[0, :2].tolist() == [0.0, 1.0] and tested.ratios[0, 1:].tolist() == [1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])
 def test_float32_errs_in_what_it_emits_after_a_rejection_by_no_more_than_rounding(scale: float) -> None:
     one, zero = OneDraft.draw(scale), torch.zeros(1).long()
     tested = Tested.of(Problem(one.tree, one.dist, one.draft, Random(0, zero, zero)))
-    one.check(tested.left[:, 0], tested.coins[:, 1])
+    one.check(tested.left[:, 0], tested.accept_probs[:, 1])
 
 
 def test_strides_and_integers_of_other_widths_change_nothing() -> None:
@@ -191,7 +192,7 @@ def test_strides_and_integers_of_other_widths_change_nothing() -> None:
     tree = TokenTree.unchecked(tokens, parents, problem.tree.depths, problem.tree.ancestor_mask)
     draft = DraftProbs(probs, problem.draft.row.long(), problem.draft.kind.long())
     found = Tested.of(replace(problem, tree=tree, draft=draft), dist)
-    for name in ("coins", "ratios", "left"):
+    for name in ("accept_probs", "ratios", "left"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
     assert torch.equal(found.accepted.path, expected.accepted.path)
     assert torch.equal(found.accepted.next_token, expected.accepted.next_token)
@@ -231,7 +232,7 @@ def test_the_path_walked_is_that_to_the_first_node_in_post_order(
 
 
 def first_in_post_order(parents: list[int], shown: list[bool], node: int = 0) -> int:
-    """Look below a node first; -1 where no coin shows, but the root's always does."""
+    """Look below a node first; -1 where no node passes, but the root always does."""
     for child in (place for place, parent in enumerate(parents) if parent == node):
         found = first_in_post_order(parents, shown, child)
         if found >= 0:
@@ -240,7 +241,7 @@ def first_in_post_order(parents: list[int], shown: list[bool], node: int = 0) ->
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_coins_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.draw(12, 7, seed=4, kinds=(SAMPLED,), shape=[-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 6])
     tested = Tested.of(problem)
     tested.check(problem, CLOSE)

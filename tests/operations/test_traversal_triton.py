@@ -34,7 +34,7 @@ from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
     st.sampled_from([0.0, 0.5]),
 )
 @settings(max_examples=20, deadline=None)
-def test_coins_and_outcomes_are_those_of_the_verifier(
+def test_acceptance_and_outcomes_are_those_of_the_verifier(
     seed: int, n: int, vocab: int, padding: int, kinds: tuple[int, ...], zeros: float
 ) -> None:
     problem = Problem.draw(n, vocab, seed=seed, padding=min(padding, n - 1), kinds=kinds, zeros=zeros)
@@ -158,20 +158,20 @@ def test_operands_of_any_strides_are_read() -> None:
 
 
 @pytest.mark.slow
-def test_coins_are_tossed_with_the_numbers_of_their_own_purpose() -> None:
+def test_acceptance_tests_are_drawn_with_the_numbers_of_their_own_purpose() -> None:
     assert PURPOSES["accept"] == kernels.ACCEPT
     changed = 0
     for seed in range(2):
         problem = Problem.draw(9, 40, seed=seed)
         found = problem.found()
         later = replace(problem, rng=replace(problem.rng, positions=problem.rng.positions + 1)).found()
-        assert torch.equal(found.coins, later.coins)
+        assert torch.equal(found.accept_probs, later.accept_probs)
         changed += not torch.equal(found.path, later.path)
     assert changed
 
 
 @pytest.mark.parametrize("control", slow_unless([*CONTROLS][:2].__contains__, CONTROLS))
-def test_coins_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem.draw(12, 7, seed=4, kinds=(SAMPLED,), shape=[-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 6])
     found = problem.found()
     problem.check(found)
