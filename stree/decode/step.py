@@ -277,7 +277,7 @@ class DecodeStep:
 
     def set_finished(self, row: int, *, is_finished: bool = True) -> None:
         """Make a sequence inactive, or active, from the next step on."""
-        self.texts.is_finished[row] = is_finished
+        self.texts.is_finished[row].fill_(is_finished)
 
     def _write(self, row: int, request: Request) -> None:
         """Write what a request asks for to its row; in place, as captured steps and the drafter read these tensors."""

@@ -1,0 +1,174 @@
+"""Whole generations on CUDA tensors without values: no step mixes devices, reads a value or waits for the device.
+
+Run: python -m pytest tests/decode/test_fake_device.py -m "slow or not slow"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+import torch
+from helpers import tiny_dflash, tiny_specblock
+from helpers.fake_cuda import Devices, fake_cuda, on_fake_cuda
+from helpers.fast_cases import slow_unless
+from helpers.step_growths import GROWTHS
+from helpers.tiny_family_models import FAMILIES, family_model
+from torch import Tensor
+
+import stree
+from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, HeadDrafter, ModelDrafter, SuffixDrafter
+from stree.growth import Chain, Growth
+from stree.kernels.step.indices import tree_indices
+from stree.sampling import Random, Sampling
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+TEXTS = [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6, 7]]
+Prepared = Callable[[stree.TreeLM], Drafter]  # makes a drafter for a target on the fake device
+
+
+def model_drafter(target: stree.TreeLM) -> Prepared:
+    model = family_model("mamba2", torch.bfloat16, 1, vocab_size=target.vocab_size)
+    return lambda lm: ModelDrafter(stree.TreeLM(on_fake_cuda(model)))
+
+
+def fused_drafter(target: stree.TreeLM, *, retrieved_first: bool = False) -> Prepared:
+    model = model_drafter(target)
+    if retrieved_first:
+        return lambda lm: FusedDrafter(SuffixDrafter(), model(lm))
+    return lambda lm: FusedDrafter(model(lm), SuffixDrafter())
+
+
+def slot_head(target: stree.TreeLM) -> Prepared:
+    folder = Path(mkdtemp())
+    tiny_specblock.save_head(folder, target)
+    return lambda lm: HeadDrafter(stree.heads.load(folder, lm))
+
+
+def block_head(target: stree.TreeLM, kind: str = "dflash") -> Prepared:
+    folder = tiny_dflash.save_head(mkdtemp(), target, kind)
+    return lambda lm: HeadDrafter(stree.heads.load(folder, lm))
+
+
+DRAFTERS: dict[str, Callable[[stree.TreeLM], Prepared]] = {
+    "model": model_drafter,
+    "suffix": lambda target: lambda lm: SuffixDrafter(),
+    "fused": fused_drafter,
+    "retrieved first": lambda target: fused_drafter(target, retrieved_first=True),
+    "slots": slot_head,
+    "block": block_head,
+}
+
+
+ON_HOST = ("fused", "retrieved first")  # which nodes of both trees are kept is decided on the host
+# Of each family with something, and of each drafter and growth; everything else only on demand.
+CASES = [
+    (family, drafter, growth, temperature)
+    for family in FAMILIES
+    for drafter in DRAFTERS
+    for growth in GROWTHS
+    for temperature in (0.0, 0.8)
+    if growth != "none" and (drafter != "suffix" or growth == "chain")
+]
+
+
+def is_fast(family: str, drafter: str, growth: str, temperature: float) -> bool:
+    return family == "jamba" and drafter in ("model", "suffix", "slots") and growth == "chain" and temperature == 0.8
+
+
+def in_ci(family: str, drafter: str, growth: str, temperature: float) -> bool:
+    place, names = FAMILIES.index(family), [*GROWTHS][1:]
+    own = [*DRAFTERS][place % len(DRAFTERS)], names[place % len(names)] if drafter != "suffix" else "chain"
+    if (drafter, growth) == own:
+        return (temperature == 0.0) == (place % 2 == 0)
+    return family == "jamba" and drafter in ("model", "slots") and temperature == 0.8
+
+
+@pytest.mark.parametrize(("family", "drafter", "growth", "temperature"), slow_unless(is_fast, CASES, in_ci=in_ci))
+def test_a_step_reads_nothing_and_sends_nothing(
+    family: str, drafter: str, growth: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = generated(monkeypatch, drafter, family, growth=GROWTHS[growth], sampling=Sampling(temperature))
+    assert devices.launches
+    assert drafter in ON_HOST or not any(devices.transfers[1:])  # the first step may bring constants to the device
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"budget": 1},
+    "auto": {"budget": "auto"},
+    "a row after the other": {"max_batch": 1, "max_length": 64},
+    "sampled in several ways": {"sampling": [Sampling(), Sampling(0.8, top_k=5)]},
+    "truncated": {"sampling": Sampling(0.8, top_p=0.9, min_p=0.1)},
+    "log probabilities": {"logprobs": 3},
+    "rejection": {"verifier": "rejection", "sampling": Sampling(0.8)},
+    "block": {"verifier": "block", "growth": Chain(3), "sampling": Sampling(0.8)},
+    "match": {"verifier": "match", "sampling": Sampling(0.8)},
+    "stop tokens": {"stop_token_ids": [3, 4]},
+}
+
+
+@pytest.mark.parametrize("option", slow_unless(("auto", "log probabilities").__contains__, OPTIONS))
+def test_options(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = generated(monkeypatch, "model", **OPTIONS[option])
+    assert devices.launches
+    assert not any(devices.transfers[1:])
+
+
+class Faulty(Drafter):
+    """Plain decoding with a fault in its steps."""
+
+    def __init__(self, fault: Callable[[Tensor], object]) -> None:
+        self.fault = fault
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+        class Run(DraftRun):
+            def propose(run, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+                self.fault(pending)
+                return Draft(
+                    TokenTree.unchecked(pending[:, None], torch.full_like(pending, -1).int()[:, None]), None, 0
+                )
+
+            def observe(run, acceptance: Acceptance) -> None: ...
+
+        return Run()
+
+
+def host_parents(tokens: Tensor) -> object:
+    mask = torch.zeros(2, 3, 3, dtype=torch.bool, device=tokens.device)
+    return tree_indices(torch.zeros(2, 3, dtype=torch.int32), mask, 4)
+
+
+FAULTS: list[tuple[Callable[[Tensor], object], str]] = [
+    (lambda tokens: tokens + torch.arange(2), "found at least two devices"),
+    (lambda tokens: tokens[tokens > 0], "nonzero"),
+    (host_parents, "tree_kernel is launched with tensors of the host: .'parents_ptr'"),
+]
+
+
+@pytest.mark.parametrize(("fault", "message"), FAULTS)
+def test_a_fault_fails(fault: Callable[[Tensor], object], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(stree.GenerationError, match=message):
+        generated(monkeypatch, lambda target: lambda lm: Faulty(fault))
+
+
+@pytest.mark.parametrize("fault", [lambda tokens: tokens.tolist(), lambda tokens: torch.zeros(2).to(tokens.device)])
+def test_reads_and_copies_of_pageable_memory_are_noted(
+    fault: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(generated(monkeypatch, lambda target: lambda lm: Faulty(fault)).transfers)
+
+
+def generated(monkeypatch: pytest.MonkeyPatch, drafter: Any, family: str = "bamba", **options: Any) -> Devices:
+    """Generate a few tokens of two texts; return what the devices have seen."""
+    target = stree.TreeLM(family_model(family, torch.bfloat16))
+    prepared = (DRAFTERS[drafter] if isinstance(drafter, str) else drafter)(target)
+    with fake_cuda(monkeypatch) as devices:
+        lm = stree.TreeLM(on_fake_cuda(target.release()))
+        lm.captures_steps = False
+        options = {"budget": 12, "max_new_tokens": 6, "ignore_eos": True, **options}
+        assert stree.generate(lm, TEXTS, prepared(lm), **options).stats["steps"] >= 5
+    return devices
