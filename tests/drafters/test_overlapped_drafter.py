@@ -105,11 +105,11 @@ def test_texts_have_the_target_s_distribution_exactly(growth: Growth, monkeypatc
 def test_sampled_texts_have_the_target_s_distribution() -> None:
     lm, draft_model = models()
     options: dict[str, Any] = {"growth": "chain:1", "budget": 2, "verifier": "rejection", "max_batch": 1}
-    out = stree.generate(lm, [PROMPT] * 2000, ModelDrafter(draft_model), overlap=True, sampling=Sampling(1.0), seed=3,
+    out = stree.generate(lm, [PROMPT] * 800, ModelDrafter(draft_model), overlap=True, sampling=Sampling(1.0), seed=3,
                          max_new_tokens=COUNTED + 1, **options)  # fmt: skip
     tokens = torch.tensor(out.sequences)[:, len(PROMPT) + 1 :]
     counts = torch.bincount((tokens * VOCAB ** torch.arange(COUNTED - 1, -1, -1)).sum(1), minlength=VOCAB**COUNTED)
-    assert out.stats["reused_drafts"] > 100
+    assert out.stats["reused_drafts"] > 40
     assert p_value(counts, exact_probs(Sampling(1.0))) > ALPHA > p_value(counts, exact_probs(Sampling(1.5)))
 
 
