@@ -1,10 +1,10 @@
-"""Checks of numbers that callers pass, shared by growths, drafters and the loop."""
+"""Checks of numbers and objects that callers pass, shared by growths, drafters and the loop."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["check_counts", "check_shares", "check_sizes"]
+__all__ = ["check_counts", "check_object", "check_shares", "check_sizes"]
 
 
 def check_counts(**counts: Any) -> None:
@@ -35,3 +35,19 @@ def check_shares(**shares: float) -> None:
     for name, share in shares.items():
         if not 0 <= share <= 1:
             raise ValueError(f"{name} must be in [0, 1], got {share}")
+
+
+def check_object(name: str, value: Any, method: str, example: str) -> None:
+    """Refuse what is no object with a method.
+
+    Args:
+        name: of the parameter.
+        value: what was passed.
+        method: that objects of the right kind have.
+        example: of such an object, for the message.
+
+    Raises:
+        TypeError: another object, or a class.
+    """
+    if isinstance(value, type) or not hasattr(value, method):
+        raise TypeError(f"{name} must be an object such as {example}, got {value!r:.80}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +15,14 @@ from stree.decode.failures import GenerationError, GenerationInterrupted, failur
 from stree.decode.logits_processors import LogitsProcessor
 from stree.decode.loop import DecodeLoop
 from stree.decode.memory import Extent, arithmetic, check_memory, draft_nodes, fits_in_memory
-from stree.decode.request import GenerateArguments, Streamer
+from stree.decode.request import Batch, Streamer
 from stree.decode.sequences import Sequences
+from stree.decode.settings import Settings
 from stree.decode.stats import Generation
 from stree.decode.step_cache import StepCache, step_cache_of
 from stree.decode.tree_sizes import budget_policy
-from stree.decode.validation import checked
-from stree.drafters import Drafter, NoDrafter, SuffixDrafter, load
-from stree.drafters.overlapped import OverlappedDrafter
-from stree.drafters.target_init import drafter_and_verifier
-from stree.growth import Growth, parse_growth
+from stree.drafters import Drafter
+from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -33,7 +31,7 @@ __all__ = [
 ]  # fmt: skip
 
 Prompts = Sequence[Sequence[int]] | Sequence[int] | Tensor | Mapping[str, Any] | Iterator[Sequence[int]]
-SEVERAL = ("streamer", "max_batch", "num_samples")  # options of ``generate`` that make no sense of one streamed text
+SEVERAL = {"streamer", "max_batch", "num_samples"}  # options of ``generate`` that make no sense of one streamed text
 
 
 def generate(
@@ -134,14 +132,17 @@ def generate(
         GenerationError: something failed in the loop; it carries what was generated before.
         GenerationInterrupted: Ctrl-C; likewise.
     """
-    arguments = GenerateArguments(
-        growth=_growth(growth), budget=budget, verifier=verifier, sampling=sampling, seed=seed,
-        repetition_penalty=repetition_penalty, logits_processor=logits_processor, num_samples=num_samples,
-        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
-        ignore_eos=ignore_eos, logprobs=logprobs, attention_mask=attention_mask, streamer=streamer,
-        cancelled=cancelled, max_batch=max_batch, max_length=max_length, allow_lossy=allow_lossy, overlap=overlap,
+    settings = Settings(
+        lm, drafter, growth=growth, budget=budget, verifier=verifier, overlap=overlap, allow_lossy=allow_lossy,
+        cancelled=cancelled,
     )  # fmt: skip
-    return run(lm, prompts, SuffixDrafter() if drafter is None else load(drafter, lm), arguments)
+    batch = batch_for(
+        lm, prompts, attention_mask=attention_mask, num_samples=num_samples, max_batch=max_batch, max_length=max_length,
+        sampling=sampling, repetition_penalty=repetition_penalty, logits_processor=logits_processor, seed=seed,
+        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
+        ignore_eos=ignore_eos, logprobs=logprobs, streamer=streamer,
+    )  # fmt: skip
+    return run(settings, batch)
 
 
 class TokenStream(Iterator[int]):
@@ -222,23 +223,18 @@ def stream(
         ValueError: an argument outside its range, or several prompts.
         TypeError: another option.
     """
-    known = {field.name for field in fields(GenerateArguments)} - {"observer", "processor", "policy", *SEVERAL}
+    known = inspect.signature(generate).parameters.keys() - SEVERAL
     other = next((name for name in options if name not in known), None)
     if other is not None:
         raise TypeError(f"stream takes generate's options for one text, got {other}")
-    options["growth"] = _growth(options.get("growth"))
-    drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
-    return TokenStream(_decode(lm, prompt, drafter, GenerateArguments(**options), most_prompts=1))
+    shared = inspect.signature(Settings).parameters.keys() & options.keys()
+    settings = Settings(lm, drafter, **{name: options.pop(name) for name in shared})
+    return TokenStream(_decode(settings, batch_for(lm, prompt, most_prompts=1, **options)))
 
 
-def _growth(growth: Growth | str | None) -> Growth | None:
-    """Return a growth for its name."""
-    return parse_growth(growth) if isinstance(growth, str) else growth
-
-
-def run(lm: TreeLM, prompts: Prompts, drafter: Drafter, arguments: GenerateArguments) -> Generation:
-    """Do what ``generate`` does, with what only callers within the library pass."""
-    steps = _decode(lm, prompts, drafter, arguments)
+def run(settings: Settings, batch: Batch) -> Generation:
+    """Decode a batch to its end."""
+    steps = _decode(settings, batch)
     while True:
         try:
             next(steps)
@@ -249,31 +245,20 @@ def run(lm: TreeLM, prompts: Prompts, drafter: Drafter, arguments: GenerateArgum
 
 @torch.inference_mode(False)  # what is kept for the next call must be usable outside of it
 @torch.no_grad()
-def _decode(
-    lm: TreeLM, prompts: Prompts, drafter: Drafter, arguments: GenerateArguments, most_prompts: int | None = None
-) -> Generator[DecodeLoop, None, Generation]:
-    """Check and decode; yield the loop when all is checked, after prefill and after every step."""
-    arguments = checked(lm, drafter, arguments)
-    drafter, verifier = drafter_and_verifier(drafter, arguments.growth, arguments.verifier, arguments.allow_lossy)
-    batch = batch_for(lm, prompts, arguments, most_prompts)
-    if not drafter.is_lossless and len(batch.kinds) > 1:
-        raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
-    drafter = OverlappedDrafter(drafter) if arguments.overlap else drafter
-    drafter = NoDrafter() if arguments.budget == 1 else drafter
-    # With a logits processor host code runs in every step, and so it does under a lossy rule, and where drafting
-    # overlaps with verifying.
-    is_on_device = batch.processor is None and drafter.is_lossless and not arguments.overlap
-    step_cache = step_cache_of(lm) if is_on_device else None
-    budget, policy = budget_policy(lm, drafter, batch, replace(arguments, verifier=verifier))
+def _decode(settings: Settings, batch: Batch) -> Generator[DecodeLoop, None, Generation]:
+    """Decode; yield the loop when it is known that the batch can run, after prefill and after every step."""
+    settings.check_batch(batch)
+    lm, drafter, ask = settings.lm, settings.drafter, settings.cancelled
+    step_cache = step_cache_of(lm) if settings.runs_on_device and batch.processor is None else None
+    budget, policy = budget_policy(settings, batch.max_batch, batch.kinds)
     growth, max_nodes = policy.growth, policy.max_nodes
-    ask = arguments.cancelled
     cancelled = None if ask is None else lambda request: ask(request.sequence)
-    loop = DecodeLoop(lm, batch, Sequences(cancelled), verifier, step_cache)
-    loop.settings = {
+    loop = DecodeLoop(settings, batch, Sequences(cancelled), step_cache)
+    loop.reported = {
         "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": budget,
-        "verifier": verifier, "lossless": drafter.is_lossless,
+        "verifier": settings.verifier, "lossless": drafter.is_lossless,
     }  # fmt: skip
-    key = None if step_cache is None else loop.key(drafter, policy, batch.max_batch)
+    key = None if step_cache is None else loop.key(policy, batch.max_batch)
     extent = Extent(
         batch.max_batch, loop.max_length(policy), max_nodes, batch.max_batch, batch.prompt_length,
         is_padded=batch.is_padded, single_rows=int(batch.refills), is_greedy=batch.is_greedy,
@@ -282,7 +267,7 @@ def _decode(
     _reserve_memory(lm, drafter, step_cache, extent, key)
     yield loop
     with failures_with_output(loop, lambda: arithmetic(lm, extent.batch, extent.length, max_nodes)):
-        for _ in loop.steps(drafter, policy):
+        for _ in loop.steps(policy):
             yield loop
     if loop.problem is not None:
         message = f"the drafter failed, and the rest was decoded without it: {loop.problem}"

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 from stree.budget.controller import START
 from stree.budget.policy import BudgetPolicy, EverySize
+from stree.decode.batching import batch_for
 from stree.decode.cuda_graphs import WARM_UP
-from stree.decode.request import GenerateArguments
+from stree.decode.settings import Settings
 from stree.decode.step_cache import step_cache_of
-from stree.drafters import Drafter, SuffixDrafter, load
+from stree.drafters import Drafter, SuffixDrafter
 from stree.generation import GenerationError, run
-from stree.growth import Growth, parse_growth
+from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -72,18 +73,18 @@ def warm_up(
         raise ValueError(
             f"steps are captured on a single CUDA device, and where captures_steps is not False; got {lm.device}"
         )
-    drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
-    arguments = GenerateArguments(
-        growth=growth, verifier=verifier, sampling=Sampling() if sampling is None else sampling, max_length=max_length,
-        stop_token_ids=stop_token_ids, ignore_eos=ignore_eos,
-    )  # fmt: skip
+    drafter = SuffixDrafter() if drafter is None else drafter
+    settings = partial(Settings, lm, drafter, growth=growth, verifier=verifier)
+    options = {
+        "sampling": sampling, "max_length": max_length, "stop_token_ids": stop_token_ids, "ignore_eos": ignore_eos,
+    }  # fmt: skip
     cases = [*product(batch_sizes, budgets)]
     for batch, budget in track(cases, "capturing steps", disable=not shows_progress, transient=True):
         prompts = [list(prompt)] * batch
         if isinstance(budget, str):
-            _capture_every_size(lm, prompts, drafter, replace(arguments, budget=budget))
+            _capture_every_size(partial(settings, budget=budget), prompts, options)
         else:
-            _capture_size(lm, prompts, drafter, replace(arguments, budget=budget), budget)
+            _capture_size(settings(budget=budget), budget, prompts, options)
     return step_cache.report()
 
 
@@ -112,15 +113,14 @@ def compile_steps(
         Seconds that it took.
     """
     began = time.perf_counter()
-    growth = parse_growth(growth) if isinstance(growth, str) else growth
     policy = _step_of_one_size if budget is None or isinstance(budget, str) else None
-    for batch in batches:
-        arguments = GenerateArguments(
-            growth=growth, budget=budget, verifier=verifier, sampling=[*batch], policy=policy,
-            max_new_tokens=FEW_TOKENS, ignore_eos=True,
-        )  # fmt: skip
+    settings = Settings(lm, drafter, growth=growth, budget=budget, verifier=verifier, policy=policy)
+    for sampling in batches:
+        batch = batch_for(
+            lm, [SHORT_PROMPT] * len(sampling), sampling=[*sampling], max_new_tokens=FEW_TOKENS, ignore_eos=True
+        )
         with suppress(GenerationError):
-            run(lm, [[*SHORT_PROMPT]] * len(batch), drafter, arguments)
+            run(settings, batch)
     return time.perf_counter() - began
 
 
@@ -131,34 +131,28 @@ def _step_of_one_size(growth: Growth | None, sizes: Sequence[int]) -> BudgetPoli
 
 
 def _capture_size(
-    lm: TreeLM, prompts: Sequence[Sequence[int]], drafter: Drafter, arguments: GenerateArguments, budget: int
+    settings: Settings, budget: int, prompts: Sequence[Sequence[int]], options: Mapping[str, Any]
 ) -> None:
     """Take enough steps of one budget."""
-    tokens, max_length = STEPS * budget + 1, arguments.max_length
+    tokens, max_length = STEPS * budget + 1, options["max_length"]
     least = tokens + len(prompts[0]) - 1
-    if max_length is not None and max_length <= least:
+    if max_length <= least:
         raise ValueError(f"max_length must be above {least} to capture steps of {budget} nodes, got {max_length}")
     steps = 0
     while steps < STEPS:  # a stop token may end a text early
-        stats = run(lm, prompts, drafter, replace(arguments, max_new_tokens=tokens, seed=steps)).stats
+        stats = run(settings, batch_for(settings.lm, prompts, max_new_tokens=tokens, seed=steps, **options)).stats
         steps += stats["steps"] or STEPS
 
 
 def _capture_every_size(
-    lm: TreeLM, prompts: Sequence[Sequence[int]], drafter: Drafter, arguments: GenerateArguments
+    make: Callable[..., Settings], prompts: Sequence[Sequence[int]], options: Mapping[str, Any]
 ) -> None:
     """Take enough steps of all sizes that a budget chooses from, in as many texts as that takes."""
-    every_size, seed = EverySize(STEPS), 0
-    tokens = (arguments.max_length or 0) - len(prompts[0])
+    every_size = EverySize(STEPS)
+    settings = make(policy=every_size.over, cancelled=lambda _: every_size.is_done)
+    length, prompt, seed = options["max_length"], len(prompts[0]), 0
     while not every_size.is_done:
-        stats = run(
-            lm, prompts, drafter,
-            replace(
-                arguments, max_new_tokens=tokens, seed=seed, policy=every_size.over,
-                cancelled=lambda _: every_size.is_done,
-            ),
-        ).stats  # fmt: skip
-        if not stats["steps"]:
-            length, prompt = arguments.max_length, len(prompts[0])
+        batch = batch_for(settings.lm, prompts, max_new_tokens=length - prompt, seed=seed, **options)
+        if not run(settings, batch).stats["steps"]:
             raise ValueError(f"max_length {length} leaves no room for a step behind {prompt} tokens")
         seed += 1

@@ -16,16 +16,15 @@ from stree.decode.logprobs import token_logprobs
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences, Text
+from stree.decode.settings import Settings
 from stree.decode.stats import Generation, Statistics
 from stree.decode.step import DecodeStep
 from stree.decode.step_cache import StepCache, drafter_key, state_length
 from stree.decode.step_result import StepResult
-from stree.drafters import Drafter
 from stree.kernels.clock import clock, compile_seconds
 from stree.kernels.dispatch import fixes_shapes
 from stree.models.layout import layout_of
 from stree.models.state import DecodeState
-from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling
 
 __all__ = ["DecodeLoop"]
@@ -39,15 +38,14 @@ class DecodeLoop:
     """Decodes one batch: ``start`` it, then ``advance`` by a step at a time and ``admit`` requests to free rows.
 
     Args:
-        lm: the target.
+        settings: models, drafter and verifier.
         batch: sizes, and what the sampling parameters and stop tokens of all requests need.
         sequences: the texts.
-        verifier: see ``stree.accept``.
         step_cache: keeps captured steps, or None where every operation is launched.
 
     Attributes:
         stats: sums over the steps.
-        settings: what the statistics report beside them.
+        reported: what the statistics report beside them.
         problem: why decoding went on without the drafter, or None.
         policy: chooses growth and nodes of the next step.
         on_step: called with every step that is read, the texts that its rows held, and the nodes that each row
@@ -56,16 +54,16 @@ class DecodeLoop:
     """
 
     def __init__(
-        self, lm: TreeLM, batch: Batch, sequences: Sequences, verifier: str, step_cache: StepCache | None = None
+        self, settings: Settings, batch: Batch, sequences: Sequences, step_cache: StepCache | None = None
     ) -> None:
-        self.lm, self.batch, self.sequences, self.verifier = lm, batch, sequences, verifier
-        self.step_cache = step_cache
+        self.lm, self.drafter, self.verifier = settings.lm, settings.drafter, settings.verifier
+        self.batch, self.sequences, self.step_cache = batch, sequences, step_cache
         self.on_step: Callable[[StepResult, list[Text], list[int]], None] | None = None
         self.stats = Statistics()
-        self.settings: dict[str, Any] = {}
+        self.reported: dict[str, Any] = {}
         self.is_started = self._has_warned = False
         self._step: DecodeStep
-        self._device = lm.device  # read once: it is looked up through the model's modules
+        self._device = self.lm.device  # read once: it is looked up through the model's modules
         # With the texts that the rows held when they were launched, and the number of replays until then.
         self._launched: deque[tuple[StepResult, list[Text], int, BudgetPolicy]] = deque()
         self._replays = self._replays_before = 0  # of the graphs, at the last step that was read and at the beginning
@@ -75,7 +73,7 @@ class DecodeLoop:
         """Why decoding went on without the drafter, or None."""
         return self._step.problem
 
-    def steps(self, drafter: Drafter, policy: BudgetPolicy) -> Iterator[None]:
+    def steps(self, policy: BudgetPolicy) -> Iterator[None]:
         """Decode all requests of the batch, each in a row as one becomes free; yield after prefill and every step.
 
         Where the iterator is closed before its end, the sequences that have not ended are cancelled.
@@ -84,7 +82,7 @@ class DecodeLoop:
         if not first:
             refused = [sequence.reason for sequence in self.sequences.all]
             raise ValueError(f"no prompt can be run: {refused[0] if refused else 'there is none'}")
-        self.start(drafter, policy, first)
+        self.start(policy, first)
         try:
             self._refill()
             yield
@@ -100,23 +98,21 @@ class DecodeLoop:
             while self._launched and self.sequences.is_running:
                 self._read()
         if self.step_cache is not None and self.problem is None:
-            self.step_cache.keep(self._key, self._step, drafter)
+            self.step_cache.keep(self._key, self._step, self.drafter)
 
-    def start(
-        self, drafter: Drafter, policy: BudgetPolicy, sequences: list[Text], batch_size: int | None = None
-    ) -> None:
+    def start(self, policy: BudgetPolicy, sequences: list[Text], batch_size: int | None = None) -> None:
         """Prefill the first sequences together and draw their first tokens; rows beyond them are free."""
         self._began, self._compiled_before, self.policy = clock(), compile_seconds(), policy
         size = batch_size or len(sequences)
         self.sequences.rows = [Text(EMPTY, reason=EMPTY.problem) for _ in range(size)]
-        self._key = None if self.step_cache is None else self.key(drafter, policy, size)
+        self._key = None if self.step_cache is None else self.key(policy, size)
         step = None if self.step_cache is None else self.step_cache.take(self._key)
         step = self._step = self._new_step(size, policy) if step is None else step
         self._replays = self._replays_before = self._num_replays()
         requests = [sequence.request for sequence in sequences]
-        logits = step.fill(drafter, [*requests, *[EMPTY] * (size - len(requests))])
+        logits = step.fill(self.drafter, [*requests, *[EMPTY] * (size - len(requests))])
         if self.batch.refills and not step.run.can_admit:
-            raise TypeError(f"{type(drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
+            raise TypeError(f"{type(self.drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
         step.reserve(self.max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
         if sequences:
             self._begin(sequences, list(range(len(sequences))), logits[: len(sequences)])
@@ -167,13 +163,13 @@ class DecodeLoop:
             for row in self.sequences.cancel():
                 self._step.set_finished(row)
 
-    def key(self, drafter: Drafter, policy: BudgetPolicy, batch: int) -> Hashable:
+    def key(self, policy: BudgetPolicy, batch: int) -> Hashable:
         """Key of a decode step of ``batch`` sequences: all that its captured graphs depend on."""
-        models = (self.lm, *drafter.models)
+        models = (self.lm, *self.drafter.models)
         sampling = BatchSampling(self.batch.kinds, 0, self._device)
         return (
             batch, self.max_length(policy), policy.max_nodes, repr(sampling), self.verifier, self.batch.most_stops,
-            drafter_key(drafter), repr(policy.growth), *map(layout_of, models),
+            drafter_key(self.drafter), repr(policy.growth), *map(layout_of, models),
         )  # fmt: skip
 
     def output(self, reason: str) -> Generation:
@@ -184,7 +180,7 @@ class DecodeLoop:
             "num_new_tokens": [len(sequence.new) for sequence in sequences],
             "finish_reasons": [sequence.reason or reason for sequence in sequences],
             **self.stats.report(self.sequences.num_new_tokens),
-            **self.settings,
+            **self.reported,
         }
         if self.is_started and self._step.graphs is not None:
             report["graphs"] = {**self._step.graphs.report(), "replays": self._replays - self._replays_before}

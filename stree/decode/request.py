@@ -1,20 +1,22 @@
-"""What a caller asks of a generation: the arguments of ``generate``, and one request per sequence."""
+"""What a caller asks of a generation: one request per sequence, checked, and the batch of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from stree.budget.policy import BudgetPolicy
-from stree.decode.logits_processors import LogitsProcessor, NodeProcessor
+from stree.checks import check_counts, check_object
+from stree.decode.logits_processors import LogitsProcessor, NodeProcessor, RepetitionPenalty
+from stree.decode.prompts import token_ids
 from stree.decode.stop_strings import StopStrings
-from stree.growth import Growth
+from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["Batch", "GenerateArguments", "Observer", "Request", "Streamer"]
+__all__ = ["Batch", "Observer", "Request", "Streamer"]
 
 
 class Streamer(Protocol):
@@ -43,45 +45,9 @@ class Observer(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class GenerateArguments:
-    """Arguments of ``generate`` beside models, drafter and prompts, and what only callers within the library pass.
-
-    Attributes:
-        observer: observes every token of a sequence, or None; or a list of one for each prompt.
-        processor: processes the logits of many nodes in place of processors of each sequence, or None.
-        policy: makes what chooses the budget of every step, from growth and sizes; None for the budget's own.
-    """
-
-    growth: Growth | None = None
-    budget: int | str | None = None
-    verifier: str = "auto"
-    sampling: Sampling | Sequence[Sampling] | None = None
-    repetition_penalty: float | Sequence[float] = 1.0
-    logits_processor: LogitsProcessor | Sequence[LogitsProcessor | None] | None = None
-    seed: int | Sequence[int] = 0
-    num_samples: int = 1
-    max_new_tokens: int | Sequence[int] = 128
-    stop_token_ids: Iterable[int] | Sequence[Iterable[int]] | None = None
-    stop_strings: Any = None
-    tokenizer: Any = None
-    ignore_eos: bool = False
-    logprobs: bool | int | None = None
-    attention_mask: Any = None
-    streamer: Streamer | None = None
-    cancelled: Callable[[int], bool] | None = None
-    max_batch: int | None = None
-    max_length: int | None = None
-    allow_lossy: bool = False
-    overlap: bool = False
-    observer: Observer | Sequence[Observer] | None = None
-    processor: NodeProcessor | None = None
-    policy: Callable[[Growth | None, Sequence[int]], BudgetPolicy] | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """One sequence to decode.
+    """One sequence to decode: a prompt and the options of its text, checked by ``of`` and ``with_prompt``.
 
     Attributes:
         prompt: its tokens.
@@ -112,6 +78,93 @@ class Request:
     streamer: Streamer | None = None
     observer: Observer | None = None
     needs_trees: bool = False
+
+    @classmethod
+    def of(
+        cls, lm: TreeLM, *, sampling: Sampling | None = None, repetition_penalty: float = 1.0,
+        logits_processor: LogitsProcessor | None = None, seed: int = 0, max_new_tokens: int = 128,
+        stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | StopStrings | None = None,
+        tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int | None = None,
+        streamer: Streamer | None = None, observer: Observer | None = None, needs_trees: bool = False,
+    ) -> Request:  # fmt: skip
+        """Check the options of a text, which are those of ``generate``, and make a request that has no prompt yet.
+
+        Raises:
+            TypeError: an object or a number of another kind.
+            ValueError: a number out of its range, or stop strings without a tokenizer.
+        """
+        sampling = Sampling() if sampling is None else sampling
+        check_object("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)")
+        if streamer is not None:
+            check_object("streamer", streamer, "put", "transformers.TextStreamer(tokenizer)")
+        if logits_processor is not None and (isinstance(logits_processor, type) or not callable(logits_processor)):
+            raise TypeError(f"logits_processor must be a function of text and logits, got {logits_processor!r:.80}")
+        penalty = RepetitionPenalty(repetition_penalty)
+        processors = (penalty if penalty.penalty != 1 else None, logits_processor)
+        max_new_tokens = _integer("max_new_tokens", max_new_tokens)
+        check_counts(max_new_tokens=max_new_tokens)
+        if stop_token_ids is None:  # anything with the methods of a TreeLM may be passed in its place
+            stop_token_ids = () if ignore_eos else getattr(lm, "eos_token_ids", ())
+        stops = token_ids("stop_token_ids", stop_token_ids)
+        if stop_strings is not None and not isinstance(stop_strings, StopStrings):
+            is_one = isinstance(stop_strings, str) or not hasattr(stop_strings, "__iter__")
+            strings: Any = [stop_strings] if is_one else [*stop_strings]
+            stop_strings = StopStrings(tokenizer, strings) if strings else None
+        return cls(
+            [], sampling, max_new_tokens,
+            # As in transformers, a stop token that no vocabulary has, such as -1, ends no text.
+            frozenset(token for token in stops if 0 <= token < lm.vocab_size),
+            _integer("seed", seed), stop_strings=stop_strings, logprobs=_alternatives(lm, logprobs),
+            processors=tuple(processor for processor in processors if processor is not None), streamer=streamer,
+            observer=observer, needs_trees=needs_trees,
+        )  # fmt: skip
+
+    def with_prompt(
+        self, lm: TreeLM, prompt: Any, max_length: int | None = None, number: int = 0, sequence: int = 0
+    ) -> Request:
+        """Return the request for a prompt: tokens of the vocabulary, and as many as leave space for the new ones.
+
+        Args:
+            lm: the target.
+            prompt: token ids.
+            max_length: most tokens of a prompt and its new ones, beside the model's own limit.
+            number: of the prompt, for messages.
+            sequence: see the class.
+
+        Raises:
+            TypeError: no token ids.
+            ValueError: no tokens, too many, or some that the target does not have.
+        """
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+            raise TypeError(f"prompt {number} must be a list of tokens, got {type(prompt).__name__}")
+        if not len(prompt):
+            raise ValueError(f"prompt {number} is empty; every prompt needs at least one token")
+        tokens = token_ids(f"prompt {number}", prompt)
+        bad = next((token for token in tokens if not 0 <= token < lm.vocab_size), None)
+        if bad is not None:
+            raise ValueError(f"prompt {number} has token {bad}, outside the vocabulary of {lm.vocab_size}")
+        most = min((length for length in (max_length, lm.max_length) if length is not None), default=None)
+        if most is not None and len(tokens) + self.max_new_tokens > most:
+            what = f"prompt {number} of {len(tokens)} tokens plus {self.max_new_tokens} new ones"
+            raise ValueError(f"{what} exceeds max_length {most}")
+        return replace(self, prompt=tokens, sequence=sequence)
+
+
+def _integer(name: str, value: Any) -> int:
+    """Return Python's own integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer or a list of them, got {value!r:.80}") from None
+
+
+def _alternatives(lm: TreeLM, logprobs: Any) -> int | None:
+    """Return how many alternatives are kept beside each token's own log probability, or None for no probabilities."""
+    if logprobs is None or isinstance(logprobs, bool):
+        return 0 if logprobs else None
+    if not hasattr(logprobs, "__index__") or not 0 <= logprobs <= lm.vocab_size:
+        raise ValueError(f"logprobs must be True or a number of alternatives up to {lm.vocab_size}, got {logprobs!r}")
+    return operator.index(logprobs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,10 @@ from transformers import (
 )
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
-from stree.decode.request import GenerateArguments, Streamer
-from stree.drafters import Drafter, load
+from stree.decode.batching import batch_for
+from stree.decode.request import Streamer
+from stree.decode.settings import Settings
+from stree.drafters import Drafter
 from stree.generation import run
 from stree.growth import Growth
 from stree.integrations.transformers_processors import BatchProcessor, Stops, TextObserver, scores_of
@@ -127,7 +129,8 @@ def custom_generate(
     _check_config(model, generation_config)
     mask = _check_inputs(input_ids, model_kwargs)
     lm = tree_lm(model)
-    chosen = load(tree_lm(drafter) if isinstance(drafter, PreTrainedModel) else drafter, lm)
+    drafts = tree_lm(drafter) if isinstance(drafter, PreTrainedModel) else drafter
+    settings = Settings(lm, drafts, growth=growth, budget=budget, verifier=verifier)
     width = input_ids.shape[1]
     lengths = mask.sum(1).tolist()
     prompts = [row[width - length :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
@@ -142,15 +145,14 @@ def custom_generate(
     is_sampled = bool(generation_config.do_sample)
     if seed is None:
         seed = int(torch.randint(1 << 62, ())) if is_sampled else 0
-    arguments = GenerateArguments(
-        growth=growth, budget=budget, verifier=verifier,
-        sampling=Sampling(1.0 if is_sampled else 0.0),  # the temperature is one of the processors
-        max_new_tokens=stops.max_length - width, stop_token_ids=stops.token_ids,
+    batch = batch_for(
+        lm, prompts, sampling=Sampling(1.0 if is_sampled else 0.0),  # the temperature is one of the processors
         processor=BatchProcessor(logits_processor, input_ids, lengths) if len(logits_processor) else None,
-        seed=seed, streamer=_callers_streamer(call) if streamer is None else streamer, observer=observers,
-        stop_strings=stop_strings or None, tokenizer=_tokenizer(model) if stop_strings and not tokenizer else tokenizer,
+        max_new_tokens=stops.max_length - width, stop_token_ids=stops.token_ids, seed=seed, observer=observers,
+        streamer=_callers_streamer(call) if streamer is None else streamer, stop_strings=stop_strings or None,
+        tokenizer=_tokenizer(model) if stop_strings and not tokenizer else tokenizer,
     )  # fmt: skip
-    output = run(lm, prompts, chosen, arguments)
+    output = run(settings, batch)
     new = [text[length:] for text, length in zip(output.sequences, lengths, strict=True)]
     sequences = torch.cat([input_ids, _padded(new, 0 if padding is None else int(padding)).to(input_ids.device)], 1)
     if not generation_config.return_dict_in_generate:

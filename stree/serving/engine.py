@@ -14,17 +14,15 @@ from typing import Any
 import torch
 
 from stree.checks import check_sizes
-from stree.decode.batching import batch_for
 from stree.decode.memory import check_memory
 from stree.decode.prompts import PrefilledPrompt
-from stree.decode.request import GenerateArguments, Request
+from stree.decode.request import Request
 from stree.decode.sequences import Text
+from stree.decode.settings import Settings
 from stree.decode.step_result import StepResult
 from stree.decode.stop_strings import new_text_stops
-from stree.decode.validation import checked
-from stree.drafters import Drafter, NoDrafter, SuffixDrafter, load
-from stree.drafters.target_init import drafter_and_verifier
-from stree.growth import Growth, parse_growth
+from stree.drafters import Drafter
+from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.serving.handle import RequestHandle
@@ -77,18 +75,11 @@ class Engine:
         before_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
-        drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
-        growth = parse_growth(growth) if isinstance(growth, str) else growth
-        budget = "auto" if budget is None else budget
         self.lm, self.max_batch, self.max_length, self.max_queue = lm, max_batch, max_length, max_queue
-        self._arguments = GenerateArguments(growth=growth, budget=budget, verifier=verifier, max_length=max_length)
-        arguments = checked(lm, drafter, self._arguments)
-        self._drafter, verifier = drafter_and_verifier(drafter, growth, verifier, allow_lossy=False)
-        self._drafter = NoDrafter() if arguments.budget == 1 else self._drafter
-        arguments = replace(arguments, verifier=verifier)
-        self._batch = RunningBatch(
-            lm, self._drafter, arguments, max_batch, max_length, self._is_cancelled, self._record
-        )  # fmt: skip
+        budget = "auto" if budget is None else budget
+        self._settings = Settings(lm, drafter, growth=growth, budget=budget, verifier=verifier)
+        self._drafter = self._settings.drafter
+        self._batch = RunningBatch(self._settings, max_batch, max_length, self._is_cancelled, self._record)
         extent = self._batch.extent
         self._chunk = prefill_chunk or default_chunk(lm, self._drafter, extent)
         check_memory(lm, self._drafter, replace(extent, prompt_length=min(extent.prompt_length, self._chunk)))
@@ -128,15 +119,15 @@ class Engine:
             QueueFull: too many requests wait.
             RuntimeError: the engine is closed.
         """
-        arguments = replace(
-            self._arguments, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
-            stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
-        )  # fmt: skip
-        batch = batch_for(self.lm, [prompt], checked(self.lm, self._drafter, arguments), most_prompts=1)
-        if batch.most_stops > MOST_STOPS:
-            raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {batch.most_stops}")
+        self._settings.check_models()
         handle = RequestHandle()
-        request = replace(next(batch.requests), streamer=handle, needs_trees=trees)
+        request = Request.of(
+            self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
+            stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
+            streamer=handle, needs_trees=trees,
+        ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
+        if len(request.stop_token_ids) > MOST_STOPS:
+            raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {len(request.stop_token_ids)}")
         handle.start(request)
         with self._changed:
             if self._closing is not None:

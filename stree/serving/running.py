@@ -10,12 +10,12 @@ from stree.budget.policy import BudgetPolicy
 from stree.decode.loop import DecodeLoop
 from stree.decode.memory import Extent, draft_nodes
 from stree.decode.prompts import PrefilledPrompt
-from stree.decode.request import Batch, GenerateArguments, Request
+from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences, Text
+from stree.decode.settings import Settings
 from stree.decode.step_cache import state_length, step_cache_of
 from stree.decode.step_result import StepResult
 from stree.decode.tree_sizes import budget_policy
-from stree.drafters import Drafter
 from stree.models.layout import layout_of, writes_of
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -36,9 +36,7 @@ class RunningBatch:
     time, so it has one for each sequence, and states are copied when a sequence joins or leaves.
 
     Args:
-        lm: the target.
-        drafter: what proposes trees.
-        arguments: checked, of all requests.
+        settings: of all requests.
         max_batch: most sequences.
         max_length: most tokens of each.
         is_cancelled: asked after every step whether the sequence of a request shall end.
@@ -49,13 +47,13 @@ class RunningBatch:
     """
 
     def __init__(
-        self, lm: TreeLM, drafter: Drafter, arguments: GenerateArguments, max_batch: int, max_length: int,
-        is_cancelled: Callable[[Request], bool], on_step: Callable[[StepResult, list[Text], list[int]], None],
+        self, settings: Settings, max_batch: int, max_length: int, is_cancelled: Callable[[Request], bool],
+        on_step: Callable[[StepResult, list[Text], list[int]], None],
     ) -> None:  # fmt: skip
-        self._lm, self._drafter, self._arguments = lm, drafter, arguments
+        self._settings, self._lm, self._drafter = settings, settings.lm, settings.drafter
         self._max_batch, self._max_length = max_batch, max_length
         self._is_cancelled, self._on_step = is_cancelled, on_step
-        self._step_cache = step_cache_of(lm)
+        self._step_cache = step_cache_of(self._lm)
         self._layout: list[Hashable] = []  # of the models, and writes to the target's weights, at the last request
         self._writes: Hashable = None
         self._policies: dict[tuple[int, bool], BudgetPolicy] = {}
@@ -155,23 +153,18 @@ class RunningBatch:
 
     def _started(self, rows: int) -> DecodeLoop:
         """Start a loop of free rows."""
-        batch = self._batch(rows, MIXED)
-        loop = DecodeLoop(
-            self._lm, batch, Sequences(self._is_cancelled), self._arguments.verifier, self._step_cache
-        )  # fmt: skip
-        loop.on_step = self._on_step
-        loop.start(self._drafter, self._policy(rows, is_greedy=False), [], rows)
-        return loop
-
-    def _batch(self, rows: int, kinds: frozenset[Sampling]) -> Batch:
-        return Batch(
-            iter(()), kinds, MOST_STOPS, max_batch=rows, max_length=self._max_length, prompt_length=self._max_length,
+        batch = Batch(
+            iter(()), MIXED, MOST_STOPS, max_batch=rows, max_length=self._max_length, prompt_length=self._max_length,
             refills=True, min_nodes=PREFILL_NODES,
         )  # fmt: skip
+        loop = DecodeLoop(self._settings, batch, Sequences(self._is_cancelled), self._step_cache)
+        loop.on_step = self._on_step
+        loop.start(self._policy(rows, is_greedy=False), [], rows)
+        return loop
 
     def _policy(self, rows: int, *, is_greedy: bool) -> BudgetPolicy:
         """Return what chooses the sizes of steps with so many rows; it learns from all of them."""
         if (rows, is_greedy) not in self._policies:
-            batch = self._batch(rows, frozenset({Sampling(0.0 if is_greedy else 1.0)}))
-            self._policies[rows, is_greedy] = budget_policy(self._lm, self._drafter, batch, self._arguments)[1]
+            kinds = {Sampling(0.0 if is_greedy else 1.0)}
+            self._policies[rows, is_greedy] = budget_policy(self._settings, rows, kinds)[1]
         return self._policies[rows, is_greedy]

@@ -23,6 +23,7 @@ from stree.decode.logits_processors import LogitsProcessor, RowProcessors
 from stree.decode.loop import DecodeLoop
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences
+from stree.decode.settings import Settings
 from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, TargetInit
 from stree.sampling import Sampling
@@ -96,7 +97,7 @@ def test_sequences_join_and_leave_a_running_batch() -> None:
     lm, kinds = launched(), frozenset(KINDS)
     batch = Batch(iter(()), kinds, most_stops=3, max_batch=3, max_length=40, prompt_length=40, refills=True)
     sequences = Sequences(cancelled=lambda request: request.sequence == 2 and len(sequences.all[2].new) > 4)
-    loop = DecodeLoop(lm, batch, sequences, "auto")
+    loop = DecodeLoop(Settings(lm, near_drafter()), batch, sequences)
     requests = [
         Request(
             text, KINDS[place], EACH["max_new_tokens"][place], frozenset(stops()[place]), EACH["seed"][place], place
@@ -105,7 +106,7 @@ def test_sequences_join_and_leave_a_running_batch() -> None:
     ]
     every = [sequences.add(request) for request in requests]
     with torch.no_grad():
-        loop.start(near_drafter(), BudgetPolicy(GROWTHS["calibrated"], 12), every[:1], batch_size=3)
+        loop.start(BudgetPolicy(GROWTHS["calibrated"], 12), every[:1], batch_size=3)
         for place, sequence in enumerate(every[1:], 1):
             while sequences.free_row() is None:
                 loop.advance()
@@ -147,14 +148,14 @@ def test_processors_follow_their_texts_when_rows_are_selected(drafts: str, sampl
         iter(()), frozenset([Sampling(), Sampling(0.8)]), most_stops=0, max_batch=1, max_length=40, prompt_length=40,
         refills=True, processor=RowProcessors(),
     )  # fmt: skip
-    loop = DecodeLoop(lm, batch, Sequences(), "match")
+    loop = DecodeLoop(Settings(lm, drafter, verifier="match"), batch, Sequences())
 
     def select(newcomer: Request | None = None) -> None:
         assert loop.can_select
         loop.select([row for row, text in enumerate(loop.sequences.rows) if text.reason is None], newcomer)
 
     with torch.no_grad():
-        loop.start(drafter, BudgetPolicy(Chain(3), 8), [], batch_size=1)
+        loop.start(BudgetPolicy(Chain(3), 8), [], batch_size=1)
         for request in requests:
             select(request)
             loop.admit(loop.sequences.add(request))
@@ -185,7 +186,7 @@ REFUSED = [
         {"sampling": KINDS, "drafter": near_drafter(), "growth": TargetInit(2, 2), "allow_lossy": True},
         ValueError, "TargetInit takes one sampling for all prompts, got 5",
     ),
-    ({"sampling": [Sampling(), 0.8]}, TypeError, r"sampling must be an object such as stree.Sampling.*, got 0.8"),
+    ({"sampling": [*KINDS[:5], 0.8]}, TypeError, r"sampling must be an object such as stree.Sampling.*, got 0.8"),
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from helpers.fast_cases import slow_unless
 from helpers.tiny_models import patched, random_texts, tiny_model
 
 import stree
-from stree.decode import validation as arguments
+from stree.decode import tree_sizes
 from stree.drafters import Drafter, DraftRun, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain
 from stree.models import patched_model
@@ -182,7 +182,7 @@ def test_slots_serve_chains_whose_last_leaf_was_never_run() -> None:
 def test_a_tree_that_a_device_s_kernels_do_not_take_is_refused_before_anything_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(arguments, "most_nodes", lambda device, dtype: 8)
+    monkeypatch.setattr(tree_sizes, "most_nodes", lambda device, dtype: 8)
     monkeypatch.setattr(patched_model, "most_nodes", lambda device, dtype: 8)
     assert stree.generate(lm(), TEXTS, NoDrafter(), budget=8, max_new_tokens=1).sequences
     with pytest.raises(NotImplementedError, match="budget must be at most 8 on cpu, got 9"):

@@ -1,0 +1,96 @@
+"""How the steps of a batch are drafted and verified, checked before anything runs."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from stree.budget.policy import BudgetPolicy
+from stree.checks import check_object, check_sizes
+from stree.decode.request import Batch
+from stree.drafters import Drafter, NoDrafter, SuffixDrafter, check_vocabulary, load
+from stree.drafters.overlapped import OverlappedDrafter
+from stree.drafters.target_init import drafter_and_verifier
+from stree.growth import Growth, parse_growth
+from stree.models.tree_lm import TreeLM
+from stree.verify import LONGEST, VERIFIERS
+
+__all__ = ["Settings"]
+
+
+class Settings:
+    """What all texts of a batch share: models, drafting and verification.  Not changed once made.
+
+    Args:
+        lm: the target.
+        drafter: as for ``generate``, as are the others that it has.
+        policy: makes what chooses the budget of every step, from growth and sizes; None for the budget's own.
+
+    Attributes:
+        drafter: what drafts; ``NoDrafter`` for a budget of 1.
+        growth: of model drafters' trees, or None for the drafter's own.
+        budget: nodes a step, "auto", or None for the default.
+        verifier: the rule of verification.
+        runs_on_device: whether neither drafter nor rule runs host code in a step.
+
+    Raises:
+        TypeError: an object or a number of another kind.
+        ValueError: a number out of its range, another name, models of two vocabularies or on two devices, or a model
+            that was moved since it was patched.
+        RuntimeError: a model in training mode, or one that would run under autocast.
+    """
+
+    def __init__(
+        self, lm: TreeLM, drafter: Drafter | TreeLM | str | Path | None = None, *, growth: Growth | str | None = None,
+        budget: int | str | None = None, verifier: str = "auto", overlap: bool = False, allow_lossy: bool = False,
+        cancelled: Callable[[int], bool] | None = None,
+        policy: Callable[[Growth | None, Sequence[int]], BudgetPolicy] | None = None,
+    ) -> None:  # fmt: skip
+        check_object("lm", lm, "new_state", "stree.TreeLM(model)")
+        self.growth = parse_growth(growth) if isinstance(growth, str) else growth
+        if growth is not None:
+            check_object("growth", self.growth, "bind", "stree.growth.Chain(4)")
+        if cancelled is not None:
+            check_object("cancelled", cancelled, "__call__", "a function of a prompt's place")
+        if isinstance(budget, str) and budget != "auto":
+            raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
+        check_sizes(budget=None if budget == "auto" else budget)
+        if verifier not in VERIFIERS:
+            raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+        self.lm, self.cancelled, self.policy, self._overlaps = lm, cancelled, policy, overlap
+        self.budget = budget if budget is None or isinstance(budget, str) else operator.index(budget)
+        self.drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
+        self.check_models()
+        drafter, self.verifier = drafter_and_verifier(self.drafter, self.growth, verifier, allow_lossy)
+        drafter = OverlappedDrafter(drafter) if overlap else drafter
+        self.drafter = NoDrafter() if self.budget == 1 else drafter
+        self.runs_on_device = self.drafter.is_lossless and not overlap
+
+    def check_models(self) -> None:
+        """Refuse models that do not go together, or that cannot run now.
+
+        Raises:
+            ValueError, RuntimeError: as the class.
+        """
+        lm = self.lm
+        for model in self.drafter.models:
+            check_vocabulary(model, lm.vocab_size)
+            if model.device != lm.device:
+                raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
+        for model in (lm, *self.drafter.models):
+            if isinstance(model, TreeLM):  # anything with its methods may be passed in its place
+                model.check_ready()
+
+    def check_batch(self, batch: Batch) -> None:
+        """Refuse texts that cannot be decoded so.
+
+        Raises:
+            ValueError: logits processors with ``overlap``, or several kinds of sampling under ``TargetInit``.
+        """
+        if self._overlaps and batch.processor is not None:
+            raise ValueError(
+                "overlap takes no logits_processor or repetition_penalty, whose host code is not run in threads"
+            )
+        if self.verifier == LONGEST and len(batch.kinds) > 1:
+            raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
