@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
-__all__ = ["MOST_STOP_STRINGS", "UnsupportedField", "chat_messages", "check_fields", "stop_strings", "top_k_of", "utf8"]
+from stree.sampling import Sampling
+
+__all__ = [
+    "MOST_STOP_STRINGS", "SAMPLING", "UnsupportedField", "chat_messages", "check_fields", "sampling_of", "stop_strings",
+    "utf8",
+]  # fmt: skip
 
 MOST_STOP_STRINGS = 16
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 # Fields that change no text, whatever their value: they name a caller, or concern storage, caches, price and speed.
 ANY_VALUE = frozenset({
@@ -83,9 +90,14 @@ def stop_strings(stop: Any) -> list[str]:
     return [utf8("stop", string) for string in strings if string]
 
 
-def top_k_of(value: int | None) -> int | None:
-    """Return the number of tokens that are left to draw from, or None for all, which requests write as -1 or 0."""
-    return None if value in (-1, 0) else value
+def sampling_of(fields: Mapping[str, Any], default: Sampling) -> Sampling:
+    """Return how tokens are drawn: by the fields of a request, and by ``default`` where they are absent or null.
+
+    Raises:
+        TypeError, ValueError: as ``Sampling``; a ``top_k`` of -1 or 0 means all tokens.
+    """
+    own = {name: fields[name] for name in SAMPLING if fields.get(name) is not None}
+    return replace(default, **own | ({"top_k": None} if own.get("top_k") in (-1, 0) else {}))
 
 
 def chat_messages(messages: Any) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.checks": set(),
     "stree.files": set(),
     "stree.inputs": set(),
-    "stree.request_fields": set(),
+    "stree.request_fields": {"stree.sampling"},
     "stree.vocabulary": {"stree.files"},
     "stree.kernels": set(),
     "stree.tree": {"stree.kernels"},

@@ -13,9 +13,8 @@ from stree.decode.stop_strings import TokenBytes, new_text_stops
 from stree.drafters import Drafter
 from stree.generation import Generation, generate
 from stree.inputs import stop_tokens
-from stree.integrations.batch_rows import SAMPLING
 from stree.models.tree_lm import TreeLM
-from stree.request_fields import top_k_of
+from stree.request_fields import sampling_of
 from stree.sampling import Sampling
 from stree.serving.text import text_of
 
@@ -119,7 +118,7 @@ class RowGenerator:
         """Run ``generate``, whose arguments are checked before anything runs."""
         stops = [request.get("stop") or [] for request in requests]
         out = _complete(
-            self.lm, prompts, self.drafter, sampling=[*map(self._sampling, requests)],
+            self.lm, prompts, self.drafter, sampling=[sampling_of(request, self.sampling) for request in requests],
             max_new_tokens=[request.get("max_new_tokens", self.max_new_tokens) for request in requests],
             repetition_penalty=[request.get("repetition_penalty", 1.0) for request in requests],
             seed=[request.get("seed", 0) for request in requests],
@@ -148,11 +147,6 @@ class RowGenerator:
         if "stop_token_ids" in self.options or self.options.get("ignore_eos"):
             return {}
         return {"stop_token_ids": stop_tokens(self.lm, self.tokenizer)}
-
-    def _sampling(self, request: Mapping[str, Any]) -> Sampling:
-        """Return the parameters of a row: its own before those of the job."""
-        own = {name: request.get(name, getattr(self.sampling, name)) for name in SAMPLING}
-        return Sampling(**{**own, "top_k": top_k_of(own["top_k"])})
 
 
 def _complete(*arguments: Any, **options: Any) -> Generation:

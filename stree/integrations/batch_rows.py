@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from stree.checks import check_counts
-from stree.request_fields import chat_messages, check_fields, stop_strings, top_k_of, utf8
+from stree.request_fields import SAMPLING, chat_messages, check_fields, sampling_of, stop_strings, utf8
 from stree.sampling import Sampling
 
 __all__ = ["Row", "checksum", "read_rows", "request_of"]
 
 PROMPTS = ("prompt", "messages", "body")  # a row has one of them
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 LIMITS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 INTEGERS = (*LIMITS, "top_k", "seed")
-OWN = {"model", "prompt", "messages", *SAMPLING, *LIMITS, "seed", "stop", "repetition_penalty"}
+NUMBERS = (*SAMPLING, *LIMITS, "seed", "repetition_penalty")
+OWN = {"model", "prompt", "messages", "stop", *NUMBERS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +111,8 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
         fields = _body(row)
     fields = {name: value for name, value in fields.items() if value is not None}  # null is absent
     request = _prompt(fields)
-    numbers = {
-        name: _number(name, fields[name])
-        for name in (*SAMPLING, *LIMITS, "seed", "repetition_penalty")
-        if name in fields
-    }
-    sampling = {name: numbers[name] for name in SAMPLING if name in numbers}
-    Sampling(**{**sampling, "top_k": top_k_of(sampling.get("top_k"))})  # refuses what is out of range
+    numbers = {name: _number(name, fields[name]) for name in NUMBERS if name in fields}
+    sampling_of(numbers, Sampling())  # refuses what is out of range
     limit = next((name for name in LIMITS if name in numbers), None)
     if limit is not None:
         check_counts(**{limit: numbers[limit]})
@@ -126,7 +121,7 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"repetition_penalty must be above 0, got {numbers['repetition_penalty']}")
     if stops := stop_strings(fields.get("stop")):
         request["stop"] = stops
-    return request | sampling | {name: numbers[name] for name in ("seed", "repetition_penalty") if name in numbers}
+    return request | {name: number for name, number in numbers.items() if name not in LIMITS}
 
 
 def _number(name: str, value: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from stree.request_fields import UnsupportedField, chat_messages, check_fields, stop_strings, top_k_of
+from stree.request_fields import UnsupportedField, chat_messages, check_fields, sampling_of, stop_strings
 from stree.sampling import Sampling
 from stree.serving.errors import APIError
 
@@ -45,8 +45,8 @@ class GenerationRequest(BaseModel):
     @property
     def sampling(self) -> Sampling:
         """How tokens are drawn; OpenAI's temperature is 1 by default."""
-        temperature = 1.0 if self.temperature is None else self.temperature
-        return Sampling(0.0 if temperature < 1e-5 else temperature, top_k_of(self.top_k), self.top_p, self.min_p)
+        is_greedy = self.temperature is not None and self.temperature < 1e-5
+        return sampling_of({**dict(self), **({"temperature": 0.0} if is_greedy else {})}, Sampling(1.0))
 
     @property
     def stops(self) -> list[str]:
