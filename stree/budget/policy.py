@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from stree.budget.controller import SIZES, BudgetController, StepHistory
+from stree.budget.controller import BudgetController, StepHistory
 from stree.growth import Growth
 
-__all__ = ["MAX_NODES", "AutoBudget", "BudgetPolicy", "EverySize", "candidate_sizes"]
-
-MAX_NODES = SIZES[-1]
-MAX_FIXED = 1 << 20  # nodes of a fixed shape that is laid out; what kernels take is checked where they are known
+__all__ = ["AutoBudget", "BudgetPolicy", "EverySize"]
 
 
 class BudgetPolicy:
@@ -100,18 +97,3 @@ class EverySize(BudgetPolicy):
     def next(self) -> int:
         """Return the next size."""
         return self._left.pop() if self._left else 1
-
-
-def candidate_sizes(growth: Growth | None) -> list[int]:
-    """List the sizes that a controller chooses from: SIZES, or of a fixed shape all of it or nothing.
-
-    Raises:
-        ValueError: a shape that cannot be laid out.
-    """
-    if growth is None:
-        return list(SIZES)
-    try:
-        plan = growth.plan(MAX_NODES)
-    except ValueError:  # a fixed shape of more nodes, which then names its own size
-        plan = growth.plan(MAX_FIXED)
-    return [1, plan.num_nodes + 1] if plan.is_fixed else list(SIZES)

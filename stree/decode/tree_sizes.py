@@ -8,8 +8,8 @@ from collections.abc import Collection, Hashable
 
 import torch
 
-from stree.budget.controller import START, StepHistory
-from stree.budget.policy import MAX_FIXED, AutoBudget, BudgetPolicy, candidate_sizes
+from stree.budget.controller import SIZES, START, StepHistory
+from stree.budget.policy import AutoBudget, BudgetPolicy
 from stree.decode.settings import Settings
 from stree.drafters import Drafter, FusedDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Growth
@@ -20,6 +20,7 @@ from stree.sampling import Sampling
 __all__ = ["budget_policy"]
 
 MANY_NODES = 1024  # above which a budget is most likely a mistake
+MAX_FIXED = 1 << 20  # nodes of a fixed shape that is laid out; what kernels take is checked where they are known
 
 logger = logging.getLogger("stree")
 
@@ -43,10 +44,9 @@ def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) ->
     # Which trees are planned depends on this alone; the decode step binds the growth to the parameters of each row.
     is_greedy = all(kind.is_greedy for kind in kinds)
     growth = None if growth is None else growth.bind(Sampling(0.0 if is_greedy else 1.0))
-    budget = _default_budget(drafter, growth, rows) if settings.budget is None else settings.budget
-    if not isinstance(budget, str):
-        _check_nodes(lm, drafter, budget)
-    sizes = _tree_sizes(drafter, growth, budget)
+    if isinstance(settings.budget, int):
+        _check_nodes(lm, drafter, settings.budget)  # before a shape of so many is laid out
+    budget, sizes = _tree_sizes(drafter, growth, settings.budget, rows)
     _check_nodes(lm, drafter, sizes[-1])
     if sizes[-1] > MANY_NODES:
         logger.warning("a step of %d nodes costs more than it emits; 16 to 64 are usual", sizes[-1])
@@ -67,26 +67,34 @@ def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) ->
     return budget, AutoBudget(growth, sizes, history, start)
 
 
-def _default_budget(drafter: Drafter, growth: Growth | None, batch: int) -> int | str:
-    """Return the budget where the caller names none: START nodes for one sequence with a model, or a fixed shape."""
-    if batch > 1 or not drafter.models or not drafter.is_lossless:
-        return "auto"
-    sizes = candidate_sizes(growth)
-    return START if START in sizes else sizes[-1]
+def _tree_sizes(
+    drafter: Drafter, growth: Growth | None, budget: int | str | None, rows: int
+) -> tuple[int | str, list[int]]:
+    """Return the budget, its default for None, and the sizes that steps may have: one, or what "auto" chooses from."""
+    if isinstance(budget, int):
+        if growth is not None:
+            growth.plan(budget)  # refuses a fixed shape above the budget
+        return budget, [budget]
+    if isinstance(drafter, NoDrafter):
+        return "auto", [1]
+    sizes = _candidates(growth)
+    if not drafter.is_lossless:  # its rule has no plain steps
+        return "auto", sizes[-1:]
+    if budget is None and rows == 1 and drafter.models:
+        size = START if START in sizes else sizes[-1]
+        return size, [size]
+    return "auto", sizes
 
 
-def _tree_sizes(drafter: Drafter, growth: Growth | None, budget: int | str) -> list[int]:
-    """List the sizes that steps may have: one, or what "auto" chooses from."""
-    if isinstance(budget, str):
-        if isinstance(drafter, NoDrafter):
-            return [1]
-        if drafter.is_lossless:
-            return candidate_sizes(growth)
-        assert growth is not None, "a lossy rule has a growth"
-        budget = growth.plan(MAX_FIXED).num_nodes + 1
-    if growth is not None:
-        growth.plan(budget)  # refuses a fixed shape above the budget
-    return [budget]
+def _candidates(growth: Growth | None) -> list[int]:
+    """List the sizes that a controller chooses from: SIZES, or of a fixed shape all of it or nothing."""
+    if growth is None:
+        return [*SIZES]
+    try:
+        plan = growth.plan(SIZES[-1])
+    except ValueError:  # a fixed shape of more nodes, which then names its own size
+        plan = growth.plan(MAX_FIXED)
+    return [1, plan.num_nodes + 1] if plan.is_fixed else [*SIZES]
 
 
 def _check_block(drafter: Drafter, growth: Growth | None, budget: int) -> None:
