@@ -112,6 +112,12 @@ def moved_lm() -> TreeLM:
             "verifier must be one of auto, match, rejection, traversal, block, got 'typical'",
         ),
         ({"streamer": Listener(), "prompts": [[1], [2]]}, ValueError, "a streamer takes one prompt, got 2"),
+        ({"streamer": Listener(), "prompts": [[1], [2]], "seed": [1, 2]}, ValueError, "takes one prompt, got 2"),
+        (
+            {"prompts": iter([[1]]), "max_new_tokens": 0, "max_batch": 1, "max_length": 9},
+            ValueError,
+            "at least 1, got 0",
+        ),
         (
             {"growth": Static.stree(), "budget": 12},
             ValueError,
@@ -157,6 +163,8 @@ def moved_lm() -> TreeLM:
         "length",
         "verifier",
         "streamer",
+        "streamer-of-two",
+        "option-of-endless",
         "stree",
         "cancelled",
         "stream-of-none",

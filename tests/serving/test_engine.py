@@ -19,6 +19,7 @@ from helpers.captured import captured, launched, near_drafter
 from helpers.fast_cases import slow_unless
 from helpers.step_growths import GROWTHS
 from helpers.tiny_dflash import target_and_block_head
+from helpers.tiny_models import patched, tiny_model
 from helpers.tiny_mtp import target_and_head
 
 import stree
@@ -229,6 +230,17 @@ def test_bad_requests_are_refused_before_anything_runs(engine: stree.Engine) -> 
         with pytest.raises((ValueError, TypeError), match=message):
             engine.submit(prompt, **{"max_new_tokens": 5, **changed})
     assert engine.stats["requests"] == 0
+
+
+def test_a_request_is_refused_while_the_target_cannot_run() -> None:
+    lm = patched(tiny_model("mamba2"))
+    with stree.Engine(lm, NoDrafter(), max_batch=1, max_length=32) as engine:
+        lm.model.train()
+        with pytest.raises(RuntimeError, match="the model is in training mode"):
+            engine.submit([1, 2], max_new_tokens=2)
+        assert engine.stats["requests"] == 0
+        lm.model.eval()
+        assert len(engine.submit([1, 2], max_new_tokens=2, ignore_eos=True).result(60).sequences[0]) == 4
 
 
 class _Failing(Drafter):
