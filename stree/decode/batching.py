@@ -83,6 +83,9 @@ def batch_for(
 
 def _options_of_each(options: dict[str, Any], count: int | None) -> list[dict[str, Any]]:
     """List the options of each of ``count`` prompts, or those of all where none is a list; None for an iterator."""
+    for name in ("stop_token_ids", "stop_strings"):
+        if isinstance(options.get(name), Iterator):  # every text reads them
+            options = {**options, name: [*options[name]]}
     if options.get("stop_strings") and options.get("tokenizer") is not None:
         options = {**options, "tokenizer": TokenBytes(options["tokenizer"])}  # texts share what is known of it
     lists = {name: value for name, value in options.items() if _is_of_each(name, value)}

@@ -198,6 +198,13 @@ def test_parameters_that_fit_no_prompt_are_refused(
         stree.generate(launched(), TEXTS, **options)
 
 
+def test_an_iterator_of_stop_tokens_ends_every_text() -> None:
+    each: dict[str, Any] = {"drafter": NoDrafter(), "max_new_tokens": [9, 9]}
+    token = stree.generate(launched(), TEXTS[:1], NoDrafter(), max_new_tokens=3).sequences[0][-1]
+    out = stree.generate(launched(), TEXTS[:1] * 2, stop_token_ids=iter([token]), **each)
+    assert out.stats["finish_reasons"] == ["stop"] * 2
+
+
 def test_an_iterator_of_prompts_has_one_set_of_parameters() -> None:
     with pytest.raises(ValueError, match="seed must be one for all prompts of an iterator, got a list of 2"):
         stree.generate(launched(), iter(TEXTS), seed=[1, 2], max_batch=2, max_length=50)
