@@ -14,7 +14,7 @@ from stree.decode.batching import batch_for
 from stree.decode.failures import GenerationError, GenerationInterrupted, failures_with_output
 from stree.decode.logits_processors import LogitsProcessor
 from stree.decode.loop import DecodeLoop
-from stree.decode.memory import Extent, arithmetic, check_memory, draft_nodes, fits_in_memory
+from stree.decode.memory import Extent, arithmetic, check_memory, fits_in_memory
 from stree.decode.request import Batch, Streamer
 from stree.decode.sequences import Sequences
 from stree.decode.settings import Settings
@@ -251,22 +251,17 @@ def _decode(settings: Settings, batch: Batch) -> Generator[DecodeLoop, None, Gen
     lm, drafter, ask = settings.lm, settings.drafter, settings.cancelled
     step_cache = step_cache_of(lm) if settings.runs_on_device and batch.processor is None else None
     budget, policy = budget_policy(settings, batch.max_batch, batch.kinds)
-    growth, max_nodes = policy.growth, policy.max_nodes
     cancelled = None if ask is None else lambda request: ask(request.sequence)
     loop = DecodeLoop(settings, batch, Sequences(cancelled), step_cache)
     loop.reported = {
-        "growth": str(growth) if drafter.uses_growth and growth is not None else None, "budget": budget,
+        "growth": str(policy.growth) if drafter.uses_growth and policy.growth is not None else None, "budget": budget,
         "verifier": settings.verifier, "lossless": drafter.is_lossless,
     }  # fmt: skip
     key = None if step_cache is None else loop.key(policy, batch.max_batch)
-    extent = Extent(
-        batch.max_batch, loop.max_length(policy), max_nodes, batch.max_batch, batch.prompt_length,
-        is_padded=batch.is_padded, single_rows=int(batch.refills), is_greedy=batch.is_greedy,
-        truncates=any(kind.truncates for kind in batch.kinds), draft_nodes=draft_nodes(growth, max_nodes),
-    )  # fmt: skip
+    extent = loop.extent(policy)
     _reserve_memory(lm, drafter, step_cache, extent, key)
     yield loop
-    with failures_with_output(loop, lambda: arithmetic(lm, extent.batch, extent.length, max_nodes)):
+    with failures_with_output(loop, lambda: arithmetic(lm, extent.batch, extent.length, policy.max_nodes)):
         for _ in loop.steps(policy):
             yield loop
     if loop.problem is not None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from stree.budget.policy import BudgetPolicy
 from stree.decode.captured_step import CapturedStep
 from stree.decode.logprobs import token_logprobs
+from stree.decode.memory import Extent, draft_nodes
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences, Text
@@ -256,6 +257,15 @@ class DecodeLoop:
         if self.step_cache is None:
             return DecodeStep(self.lm, state, **options)
         return CapturedStep(self.lm, state, graphs=self.step_cache.graphs(), **options)
+
+    def extent(self, policy: BudgetPolicy) -> Extent:
+        """Return the sizes of what the batch allocates."""
+        batch, nodes = self.batch, policy.max_nodes
+        return Extent(
+            batch.max_batch, self.max_length(policy), max(nodes, batch.min_nodes), batch.max_batch, batch.prompt_length,
+            is_padded=batch.is_padded, single_rows=int(batch.refills), is_greedy=batch.is_greedy,
+            truncates=any(kind.truncates for kind in batch.kinds), draft_nodes=draft_nodes(policy.growth, nodes),
+        )  # fmt: skip
 
     def max_length(self, policy: BudgetPolicy) -> int:
         """Return the tokens that the states hold room for."""

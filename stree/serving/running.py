@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 
 import torch
 
 from stree.budget.policy import BudgetPolicy
 from stree.decode.loop import DecodeLoop
-from stree.decode.memory import Extent, draft_nodes
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences, Text
 from stree.decode.settings import Settings
-from stree.decode.step_cache import state_length, step_cache_of
+from stree.decode.step_cache import step_cache_of
 from stree.decode.step_result import StepResult
 from stree.decode.tree_sizes import budget_policy
 from stree.models.layout import layout_of, writes_of
@@ -58,13 +58,8 @@ class RunningBatch:
         self._writes: Hashable = None
         self._policies: dict[tuple[int, bool], BudgetPolicy] = {}
         self._loop: DecodeLoop | None = None
-        policy = self._policy(max_batch, is_greedy=False)
-        most = policy.max_nodes
-        length = state_length(max_length, most, is_captured=self._step_cache is not None)
-        self.extent = Extent(
-            max_batch, length, max(most, PREFILL_NODES), prompt_length=max_length, single_rows=1,
-            truncates=any(kind.truncates for kind in MIXED), draft_nodes=draft_nodes(policy.growth, most),
-        )  # fmt: skip
+        extent = self._new_loop(max_batch).extent(self._policy(max_batch, is_greedy=False))
+        self.extent = replace(extent, prompts=1)
 
     @property
     def rows(self) -> list[Text]:
@@ -153,14 +148,17 @@ class RunningBatch:
 
     def _started(self, rows: int) -> DecodeLoop:
         """Start a loop of free rows."""
+        loop = self._new_loop(rows)
+        loop.on_step = self._on_step
+        loop.start(self._policy(rows, is_greedy=False), [], rows)
+        return loop
+
+    def _new_loop(self, rows: int) -> DecodeLoop:
         batch = Batch(
             iter(()), MIXED, MOST_STOPS, max_batch=rows, max_length=self._max_length, prompt_length=self._max_length,
             refills=True, min_nodes=PREFILL_NODES,
         )  # fmt: skip
-        loop = DecodeLoop(self._settings, batch, Sequences(self._is_cancelled), self._step_cache)
-        loop.on_step = self._on_step
-        loop.start(self._policy(rows, is_greedy=False), [], rows)
-        return loop
+        return DecodeLoop(self._settings, batch, Sequences(self._is_cancelled), self._step_cache)
 
     def _policy(self, rows: int, *, is_greedy: bool) -> BudgetPolicy:
         """Return what chooses the sizes of steps with so many rows; it learns from all of them."""
