@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 import stree
-from benchmarks.training.recipes import recipe_table
 from stree.cli import main
 from stree.distill.heads import RECIPES, griffin, new_head
 from stree.distill.heads.fspad import Fspad
@@ -158,22 +157,3 @@ def test_an_unknown_recipe_is_named_before_anything_is_loaded(
     arguments = ["distill", "--target", "/nowhere", "--text", "/nowhere", "--out", "/nowhere/out"]
     assert main([*arguments, "--kind", kind, "--recipe", recipe]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_table_pools_steps_over_prompts_and_pairs_them(tmp_path: Path) -> None:
-    """The first head emits 2 and 4 tokens a step in 10 and 30 steps, the second one half as many."""
-    for name, factor in (("mtp-plain", 1.0), ("mtp-hass", 0.5)):
-        records = [
-            {
-                "metric": "tokens_per_s", "provider": "chain:4", "tau": factor * tau, "sequence_steps": steps,
-                "params": {"suite": "gsm8k", "temperature": 0.0, "batch": batch, "turn": 0},
-            }
-            for batch, (tau, steps) in enumerate([(2.0, 10), (4.0, 30)])
-        ]  # fmt: skip
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    rows = recipe_table([tmp_path / "mtp-plain", tmp_path / "mtp-hass"]).splitlines()
-    assert rows[2:] == [
-        "| mtp | plain | chain:4 | 0 | 2 | 3.50 [2.00, 4.00] | 1 |",
-        "| mtp | hass | chain:4 | 0 | 2 | 1.75 [1.00, 2.00] | 0.500 |",
-    ]

@@ -15,7 +15,6 @@ import torch
 from helpers.small_tokenizers import byte_fallback, writing_model
 
 import stree
-from benchmarks.studies import batch_workers
 from stree.integrations.ray import Generator, local_ray
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install 'stree[ray]'")
@@ -89,11 +88,6 @@ def test_texts_of_the_command_end_at_stop_strings_and_the_tokenizers_stop_token(
     subprocess.run([*command, "--target", str(tmp_path / "model"), "--max-new-tokens", "20"], check=True)
     found = sorted((row["id"], row["text"], row["finish_reason"]) for row in finished(tmp_path / "out"))
     assert found == [(0, "日us", "stop"), (1, "日us", "stop"), (2, "", "stop"), (3, "日", "stop")]
-
-
-def test_the_study_of_workers_runs() -> None:
-    with local_ray(1):
-        assert batch_workers.measure(6, 2, 1)["seconds"] > 0  # the six may come at once, which leaves no rate
 
 
 def test_the_actor_adds_texts_to_a_pipeline_of_one_s_own(target_folder: str, target: Any) -> None:
