@@ -1,15 +1,24 @@
-"""What the scripts share to report: Markdown tables, JSON lines of a failure, ratios with intervals."""
+"""What the scripts share: their command line, and how they report: records, Markdown tables, JSON as the last line."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from stree.bench.records import Record, write
-from stree.bench.summary import interval_text
+from stree.bench.records import Record, append, environment, write
 
-__all__ = ["failure", "finish", "interval_text", "table"]
+__all__ = ["command_line", "finish", "table"]
+
+
+def command_line(
+    doc: str | None, out: str, *, default: Path | None = None, required: bool = False
+) -> argparse.ArgumentParser:
+    """A parser whose help is a module's docstring, with ``--out``, which ``out`` describes."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help=out, default=default, required=required)
+    return parser
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -19,15 +28,17 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def finish(
-    records: Sequence[Record], out: Path | None, titles: Sequence[str], rows: Iterable[Sequence[object]]
-) -> None:
-    """Write records to a file, if any, print their table, and all of them in JSON as the last line."""
-    if out:
-        write(out, records)
-    print(table(titles, rows))
-    print(json.dumps(records))
+    records: Sequence[Record], out: Path | None, titles: Sequence[str] = (), rows: Iterable[Sequence[object]] = (),
+    *, replaces: bool = False,
+) -> None:  # fmt: skip
+    """Stamp records with the environment, append them to a file or replace it, and print table and records.
 
-
-def failure(problem: Exception) -> Record:
-    """The part of a record that says what failed."""
-    return {"problem": f"{type(problem).__name__}: {problem}"[:500]}
+    The last line of output is all records in JSON.
+    """
+    env = environment()
+    stamped = [{**record, "env": env} for record in records]
+    if out is not None:
+        (write if replaces else append)(out, stamped)
+    if titles:
+        print(table(titles, rows))
+    print(json.dumps(stamped))

@@ -5,25 +5,27 @@ The reference in float64 gives the expected output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.clock import time_graph
 from benchmarks.shapes import binary_tree
 from stree.bench.records import Record
 from stree.kernels.dispatch import Backend
 from stree.kernels.precision import float32_tolerance
 from stree.kernels.topology import AcceptedPath, Topology
 
-__all__ = ["PATH", "Case", "Inputs", "Provider", "Size", "copied", "normal"]
+__all__ = ["CACHE_BYTES", "PATH", "Case", "Inputs", "Provider", "Size", "copied", "normal"]
 
 Inputs = dict[str, Any]
 Provider = Callable[[Inputs], Tensor]
 Draw = Callable[..., Tensor]
 PATH = 4  # nodes of the committed path
+CACHE_BYTES = 256 << 20  # four times the second-level cache of an H200
 # 16-bit rows have 8 and 11 bits of mantissa, and outputs are rounded to them.
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -67,6 +69,23 @@ class Case:
         if self.terms is None:
             return 0.0
         return float32_tolerance(self.terms) if dtype == torch.float32 else TOLERANCE[dtype]
+
+    def compared(self, output: Tensor, expected: Tensor, dtype: torch.dtype) -> Record:
+        """The largest error of an output, as a share of the largest expected value, and whether it is small enough."""
+        error = float((output.double() - expected).abs().max() / expected.abs().max())
+        return {"error": error, "correct": error <= self.tolerance(dtype)}
+
+    def input_sets(self, generator: torch.Generator, most: int = 256) -> list[Inputs]:
+        """Inputs that together exceed the cache; one set where there is no GPU."""
+        count = min(most, CACHE_BYTES // max(self.num_bytes, 1)) if generator.device.type == "cuda" else 1
+        return [self.make(generator) for _ in range(max(count, 1))]
+
+    def timed(self, provider: Provider, sets: Sequence[Inputs], device: torch.device) -> Record:
+        """Time a call of a provider in microseconds: on a GPU by a graph of a call on each set, else by plain calls."""
+        record = time_graph(lambda: [provider(inputs) for inputs in sets], device, len(sets))
+        is_cached = len(sets) * self.num_bytes < CACHE_BYTES // 2
+        record |= {} if is_cached else {"gb_per_s": self.num_bytes / record["p50"] / 1e3}
+        return {"metric": "latency", "unit": "us", **record}
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,15 @@ import torch
 
 from stree.bench.records import Record, quantiles
 from stree.decode.cuda_graphs import CudaRecorder
+from stree.kernels.clock import wait_for
+
+__all__ = ["time_calls", "time_graph", "time_launches"]
 
 
-def time_graph(calls: Callable[[], Any], device: torch.device, count: int, runs: int = 50) -> Record:
+def time_graph(calls: Callable[[], Any], device: torch.device, count: int = 1, runs: int = 50) -> Record:
     """Time ``calls``, which does ``count`` equal pieces of work: quantiles of microseconds a piece."""
     if device.type != "cuda":
-        times = []
-        for _ in range(3):
-            start = time.perf_counter()
-            calls()
-            times.append((time.perf_counter() - start) * 1e6 / count)
-        return quantiles(times)
+        return time_calls(calls, device, count, runs=3)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -41,3 +39,14 @@ def time_launches(launch: Callable[[], Any], device: torch.device, count: int = 
         end.record()
     torch.cuda.synchronize(device)
     return quantiles([begin.elapsed_time(end) * 1e3 / count for begin, end in events])
+
+
+def time_calls(calls: Callable[[], Any], device: torch.device, count: int = 1, runs: int = 10) -> Record:
+    """Time plain calls, waiting for the device after each: quantiles of microseconds a piece of work."""
+    times = []
+    for _ in range(2 + runs):
+        start = time.perf_counter()
+        calls()
+        wait_for(device)
+        times.append((time.perf_counter() - start) * 1e6 / count)
+    return quantiles(times[2:])

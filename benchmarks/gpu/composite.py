@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from stree.bench.records import Record
 from stree.bench.summary import mean_tau, sum_ratio
 
-__all__ = ["Blocks", "Key", "StepTimes", "composite_rows", "overhead_s", "pooled", "seconds_of"]
+__all__ = ["Blocks", "Key", "StepTimes", "composite_rows", "overhead_s", "pooled", "ratios", "seconds_of"]
+
+NO_TREES = ("plain", "transformers")
 
 Array = NDArray[np.float64]
 Key = tuple[str, int, int]  # suite, batch of prompts, turn
@@ -127,23 +129,35 @@ def composite_rows(
     seconds = {
         name: [seconds_of(blocks[key], target, draft, overheads[name]) for key in keys] for name, blocks in kept.items()
     }
-    chains = [name for name in seconds if name.startswith("chain")]
-    trees = [name for name in seconds if name != "plain" and name not in chains]
-    best_chain = min(chains, key=lambda name: sum(seconds[name]), default=None)
-    best_tree = min(trees, key=lambda name: sum(seconds[name]), default=None)
+    best = best_of(seconds)
     rows = []
     for name, blocks in kept.items():
         whole = sum(seconds[name])
         steps = sum(blocks[key]["steps"] for key in keys)
-        row: Record = {
-            "method": name,
-            "is_best": name in (best_chain, best_tree),
-            "tau": mean_tau(blocks[key] for key in keys),
-            "step_ms": 1e3 * whole / steps,
-            "outside_forwards": steps * overheads[name] / whole,
-            "over_plain": sum_ratio(seconds["plain"], seconds[name]),
-        }
-        if name in trees and best_chain is not None:
-            row |= {"chain": best_chain, "over_chain": sum_ratio(seconds[best_chain], seconds[name])}
-        rows.append(row)
+        rows.append(
+            {
+                "method": name,
+                "is_best": name in best,
+                "tau": mean_tau(blocks[key] for key in keys),
+                "step_ms": 1e3 * whole / steps,
+                "outside_forwards": steps * overheads[name] / whole,
+                **ratios(seconds, name),
+            }
+        )
     return rows
+
+
+def best_of(seconds: Mapping[str, Sequence[float]]) -> list[str | None]:
+    """The fastest chain and the fastest tree, from seconds of each method by prompt; None where there is none."""
+    chains = [name for name in seconds if name.startswith("chain")]
+    trees = [name for name in seconds if name not in chains and name not in NO_TREES]
+    return [min(kind, key=lambda name: sum(seconds[name]), default=None) for kind in (chains, trees)]
+
+
+def ratios(seconds: Mapping[str, Sequence[float]], method: str) -> Record:
+    """Speed of a method over plain decoding, and of a tree over the fastest chain, which is named."""
+    chain, _ = best_of(seconds)
+    row: Record = {"over_plain": sum_ratio(seconds["plain"], seconds[method])}
+    if chain is not None and not method.startswith("chain") and method not in NO_TREES:
+        row |= {"chain": chain, "over_chain": sum_ratio(seconds[chain], seconds[method])}
+    return row

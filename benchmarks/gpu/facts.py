@@ -16,8 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.case import CACHE_BYTES
 from benchmarks.gpu.clock import time_graph
-from benchmarks.gpu.run import Run, command_line, device_for
+from benchmarks.gpu.run import begin, command_line
+from stree.bench.profile import copy_bandwidth
 from stree.bench.records import Record
 
 ROWS = (1, 4, 8, 16, 32, 64)
@@ -28,22 +30,18 @@ PROJECTIONS = {
     "Nemotron-H-8B down": (21504, 4096), "Nemotron-H-8B head": (4096, 131072), "mamba2-130m in": (768, 3352),
     "mamba2-130m out": (1536, 768),
 }  # fmt: skip
-CACHE_BYTES = 256 << 20
 MOST_SETS = 64
 
 
 def main() -> int:
     """Find out every fact; one that fails is a record with its problem."""
-    parser = command_line(__doc__, out="folder for gpu_facts.jsonl")
-    options = parser.parse_args()
-    device = device_for(parser, options)
-    run = Run(device, options.minutes, options.out and options.out / "gpu_facts.jsonl", options.progress, options.first)
-    facts = facts_of(device, options.smoke)
+    options, run = begin(command_line(__doc__, "gpu_facts.jsonl"))
+    facts = facts_of(run.device, options.smoke)
     for name in run.cases(facts):
-        with run.part("fact", fact=name):
-            run.add({"bench": "fact", "fact": name, **facts[name]()})
+        with run.part(bench="fact", fact=name) as record:
+            record |= facts[name]()
     rows = [[record.get("fact", record["bench"]), _text(record)] for record in run.records]
-    return run.report("gpu_facts", ["fact", "measured"], rows)
+    return run.report(["fact", "measured"], rows)
 
 
 def facts_of(device: torch.device, is_small: bool) -> Mapping[str, Callable[[], Record]]:
@@ -51,7 +49,7 @@ def facts_of(device: torch.device, is_small: bool) -> Mapping[str, Callable[[], 
     found: dict[str, Callable[[], Record]] = {}
     if device.type == "cuda":
         found["timed external event in a graph"] = partial(external_event, device)
-    found["copy"] = partial(copy, device, 1 << (10 if is_small else 28))
+    found["copy"] = partial(copy, device)
     for dtype in (torch.bfloat16, torch.float32):
         found[f"product, {str(dtype)[6:]}"] = partial(product, device, dtype, 64 if is_small else 8192)
     for name, (columns, rows) in PROJECTIONS.items():
@@ -72,16 +70,13 @@ def external_event(device: torch.device) -> Record:
             marks[-1].record(torch.cuda.current_stream())
             torch.ones(1 << 24, device=device).mul_(2)
 
-    whole = time_graph(work, device, 1)
+    whole = time_graph(work, device)
     return {"us_between": 1e3 * marks[0].elapsed_time(marks[1]), "us_graph": whole["p50"]}
 
 
-def copy(device: torch.device, size: int) -> Record:
-    """Copy float32[size]: gigabytes read and written a second."""
-    source = torch.ones(size, device=device)
-    target = torch.empty_like(source)
-    elapsed = time_graph(lambda: target.copy_(source), device, 1)["p50"]
-    return {"gb_per_s": 2 * source.nbytes / elapsed / 1e3}
+def copy(device: torch.device) -> Record:
+    """Copy a large buffer: gigabytes read and written a second."""
+    return {"gb_per_s": copy_bandwidth(device) / 1e9}
 
 
 def product(device: torch.device, dtype: torch.dtype, size: int) -> Record:
@@ -90,7 +85,7 @@ def product(device: torch.device, dtype: torch.dtype, size: int) -> Record:
     left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
     torch.backends.cuda.matmul.allow_tf32 = True
     try:
-        elapsed = time_graph(lambda: torch.matmul(left, right), device, 1)["p50"]
+        elapsed = time_graph(lambda: torch.matmul(left, right), device)["p50"]
     finally:
         torch.backends.cuda.matmul.allow_tf32 = False
     return {"tflops": 2 * size**3 / elapsed / 1e6}

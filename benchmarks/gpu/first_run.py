@@ -40,7 +40,8 @@ from importlib import metadata
 from pathlib import Path
 
 from benchmarks import ROOT
-from benchmarks.gpu.supervise import WORKERS, Record, Supervisor, Task, append_line, read_jsonl, shares
+from benchmarks.gpu.supervise import WORKERS, Supervisor, Task, is_wrong, shares
+from stree.bench.records import Record, append, read_lines
 
 PACKAGES = (
     "torch", "triton", "transformers", "numpy", "scipy", "numba", "psutil", "rich", "pytest", "hypothesis", "mamba-ssm",
@@ -187,17 +188,17 @@ def machine() -> Record:
 def run_parts(options: argparse.Namespace, environment: dict[str, str]) -> None:
     """Run the parts that are asked for, each for the minutes that it has left."""
     file, deadline = options.out / "first_run.jsonl", time.monotonic() + 60 * options.minutes
-    append_line(file, machine())
+    append(file, [machine()])
     for part in parts_of(options):
         if options.parts and part.number not in options.parts:
             continue
-        spent = sum(r["seconds"] for r in read_jsonl(file) if r["bench"] == "part" and r["part"] == part.number)
+        spent = sum(r["seconds"] for r in read_lines(file) if r["bench"] == "part" and r["part"] == part.number)
         began = time.monotonic()
         left = deadline if options.parts else min(deadline, began + 60 * part.minutes - spent)
         supervisor = Supervisor(file, left, environment)
         for width, tasks in part.stages:
             supervisor.run(tasks, width)
-        append_line(file, {"bench": "part", "part": part.number, "seconds": time.monotonic() - began})
+        append(file, [{"bench": "part", "part": part.number, "seconds": time.monotonic() - began}])
 
 
 def pack(options: argparse.Namespace) -> None:
@@ -217,12 +218,12 @@ def pack(options: argparse.Namespace) -> None:
 
 def summary(options: argparse.Namespace) -> int:
     """Print what is done, and every fault; return 1 if anything failed or is unfinished."""
-    records = [record for file in sorted(options.out.glob("*.jsonl")) for record in read_jsonl(file)]
+    records = [record for file in sorted(options.out.glob("*.jsonl")) for record in read_lines(file)]
     status = {record["task"]: record["status"] for record in records if record["bench"] == "task"}
     parts = [part for part in parts_of(options) if part.number in (options.parts or range(1, 6))]
     tasks = [task.name for part in parts for _, stage in part.stages for task in stage]
     faults = [record for record in records if record["bench"] == "fault"]
-    wrong = [r for r in records if r.get("correct") is False or r.get("outcome") == "failed" or "problem" in r]
+    wrong = [record for record in records if is_wrong(record)]
     for record in faults:
         print(f"fault: {record['task']}, {record['case']}: {record['fault']}")
     for record in wrong:

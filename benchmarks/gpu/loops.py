@@ -13,7 +13,6 @@ replays, what the same steps take without the models' forwards ("outside_forward
 from __future__ import annotations
 
 import argparse
-import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -22,12 +21,10 @@ import torch
 
 import stree
 from benchmarks.gpu import models as gpu_models
-from benchmarks.gpu.run import Run, command_line, device_for
-from benchmarks.report import failure
+from benchmarks.gpu.run import Run, begin, command_line
 from stree.bench.pair import Pair
 from stree.bench.profile import Shape, profile
 from stree.bench.records import Record
-from stree.decode.cuda_graphs import recovering
 from stree.drafters import ModelDrafter
 from stree.growth import Calibrated, Chain, Growth
 from stree.sampling import Sampling
@@ -41,16 +38,14 @@ NUM_KERNELS = 40  # that a record names, those that take most
 
 def main() -> int:
     """Measure pair by pair, and print the table last."""
-    options, device = _options()
-    run = Run(device, options.minutes, options.out / "gpu_loops.jsonl", options.progress, options.first)
-    for record in measure(run, options):
-        run.add({"bench": "loop", "metric": "latency", "unit": "ms", **record}, is_failure="problem" in record)
+    options, run = _options()
+    measure(run, options)
     titles = ["target", "batch", "T", "growth", "nodes", "ms a step", "idle", "outside forwards"]
-    return run.report("gpu_loops", titles, rows(run.records), records=len(run.records))
+    return run.report(titles, rows(run.records))
 
 
-def measure(run: Run, options: argparse.Namespace) -> Iterator[Record]:
-    """Yield a record for every pair, batch, temperature and size until the time is up; a failure is a record."""
+def measure(run: Run, options: argparse.Namespace) -> None:
+    """Add a record for every pair, batch, temperature and size until the time is up; a failure is a record."""
     shapes = gpu_models.configurations(options.smoke)
     pairs = [(target, draft) for target, draft in gpu_models.DRAFTERS.items()
              if target in shapes and target in (options.models or shapes)]  # fmt: skip
@@ -58,19 +53,15 @@ def measure(run: Run, options: argparse.Namespace) -> Iterator[Record]:
     pair, sizes = None, [size for _, _, size in options.cases] * len(pairs)
     for params, (growth, budget) in run.cases(zip(cases, sizes, strict=True), name=lambda case: _name(case[0])):
         shape = Shape(growth, budget, params["batch"], options.context, options.new_tokens, params["temperature"])
-        try:
-            with recovering(run.device):
-                if pair is None or pair.source != params["model"]:
-                    pair = None
-                    gc.collect()
-                    if run.device.type == "cuda":
-                        torch.cuda.empty_cache()
-                    names = params["model"], params["drafter"]
-                    target, draft = (gpu_models.model_of(shapes[name], run.device) for name in names)
-                    pair = Pair(target, draft, None, *names)
-                yield {**_record(pair, shape), "params": params}
-        except Exception as problem:  # one size's failure is a finding, not the end of the others
-            yield {"params": params, **failure(problem)}
+        with run.part(bench="loop", metric="latency", unit="ms", params=params) as record:
+            if pair is None or pair.source != params["model"]:
+                pair = None
+                gpu_models.free(run.device)
+                names = params["model"], params["drafter"]
+                target, draft = (gpu_models.model_of(shapes[name], run.device) for name in names)
+                pair = Pair(target, draft, None, *names)
+            record |= {**profile(pair, shape), "bench": "loop", "params": params}
+            record |= by_kernel(pair, shape) if run.device.type == "cuda" else {}
 
 
 def _params(
@@ -85,12 +76,6 @@ def _params(
 
 def _name(params: Record) -> str:
     return ", ".join(f"{name} {value}" for name, value in params.items() if name not in ("drafter", "context"))
-
-
-def _record(pair: Pair, shape: Shape) -> Record:
-    """Profile a size, and list the kernels of its replayed steps."""
-    record = profile(pair, shape)
-    return record | {"bench": "loop"} | (by_kernel(pair, shape) if pair.target.device.type == "cuda" else {})
 
 
 def by_kernel(pair: Pair, shape: Shape) -> Record:
@@ -127,23 +112,17 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
             ]  # fmt: skip
 
 
-def _options() -> tuple[argparse.Namespace, torch.device]:
-    """Read the command line; the device to measure on."""
-    parser = command_line(__doc__, out="folder for gpu_loops.jsonl")
-    parser.add_argument("--models", nargs="+", help="targets; all if not given")
+def _options() -> tuple[argparse.Namespace, Run]:
+    """Read the command line, and begin a run."""
+    parser = command_line(__doc__, "gpu_loops.jsonl")
+    parser.add_argument("--models", nargs="+", choices=gpu_models.DRAFTERS, help="targets; all if not given")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
-    options = parser.parse_args()
-    device = device_for(parser, options)
-    if options.out is None:
-        parser.error("--out is needed")
-    known = gpu_models.DRAFTERS.keys() & gpu_models.configurations(options.smoke).keys()
-    if unknown := set(options.models or ()) - known:
-        parser.error(f"--models must be of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
+    options, run = begin(parser)
     options.context, options.new_tokens = (8, 6) if options.smoke else (CONTEXT, NEW_TOKENS)
     options.cases = [(b, t, size) for b in options.batch for t in TEMPERATURES for size in SIZES]
     if options.smoke:
         options.cases = [(2, 0.8, SIZES[0]), (1, 0.0, SIZES[2])]
-    return options, device
+    return options, run
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTrainedConfig
 
@@ -9,7 +11,7 @@ import stree
 from benchmarks.studies.memory import published
 from stree.models.native import config_of_native
 
-__all__ = ["DRAFTERS", "DTYPES", "configurations", "model_of"]
+__all__ = ["DRAFTERS", "DTYPES", "configurations", "free", "model_of"]
 
 DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 KEPT_LAYERS = {"Qwen3-Next-80B": 12}  # a quarter of the model, 40 GB, fits
@@ -63,3 +65,10 @@ def model_of(config: PreTrainedConfig, device: torch.device) -> stree.TreeLM:
     """Make a model with random weights."""
     with torch.device(device):
         return stree.TreeLM(AutoModelForCausalLM.from_config(config, dtype=DTYPES[device.type]))
+
+
+def free(device: torch.device) -> None:
+    """Return the memory of models that nothing refers to any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import importlib.util
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.clock import time_launches
+from benchmarks.gpu.models import free
 from stree.bench.records import Record
 
 __all__ = ["mamba_ssm_step", "why_not"]
@@ -58,9 +58,7 @@ def mamba_ssm_step(config: Any, batch: int, context: int, dtype: torch.dtype) ->
         weights = sum(parameter.nbytes for parameter in model.parameters())
         record = {"weight_bytes": weights, **_timed(cache, batch, context)}
     del model, cache
-    gc.collect()
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
+    free(DEVICE)
     return record
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu.supervise import Progress, append_line
+from benchmarks.gpu.supervise import Progress
+from stree.bench.records import append
 
 NUM_CHARACTERS = 2000  # of a failure that a record keeps
 
@@ -81,13 +82,13 @@ class Cases:
         if report.when == "call" or report.outcome != "passed":
             failure = {"problem": report.longreprtext[-NUM_CHARACTERS:]} if report.failed else {}
             record = {"bench": "test", "test": report.nodeid, "outcome": report.outcome, **failure}
-            append_line(self.records, record | {"seconds": round(report.duration, 3)})
+            append(self.records, [record | {"seconds": round(report.duration, 3)}])
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Append a record of a file that cannot be imported."""
         if report.failed and self.share == self.first == 0:
             problem = report.longreprtext[-NUM_CHARACTERS:]
-            append_line(self.records, {"bench": "test", "test": report.nodeid, "outcome": "failed", "problem": problem})
+            append(self.records, [{"bench": "test", "test": report.nodeid, "outcome": "failed", "problem": problem}])
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         """Record that all tests were run, if they were."""

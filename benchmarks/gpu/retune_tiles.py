@@ -1,12 +1,12 @@
 """Time other tiles than those of `stree.kernels.tiles` on this GPU, and print the entries that are best here.
 
-Run: python -m benchmarks.gpu.retune_tiles [--ops ssd_step] [--nodes 16 32 64] [--batches 1 16] [--minutes 9] --out FILE
+Run: python -m benchmarks.gpu.retune_tiles [--ops ssd_step] [--nodes 16 32 64] [--batches 1 16] [--minutes 9] --out DIR
 Without a GPU: TRITON_INTERPRET=1 python -m benchmarks.gpu.retune_tiles --smoke; its times are not meaningful.
 
 Every candidate is compared with the reference in float64 first, and a wrong one is not timed.  An entry serves several
 shapes: the best has the smallest mean, over them, of the logarithm of its time beside that of the entry in the table.
-FILE gets a JSON line for every measurement and every entry; "lines" in the last line of output replace those of the
-tables in `kernels/tiles.py`.
+gpu_tiles.jsonl gets a JSON line for every measurement and every entry; "lines" in the last line of output replace those
+of the tables in `kernels/tiles.py`.
 
 When the time is up it chooses from what is measured, and says how many entries were left out.  Several processes build
 the candidates first; that is most of the work all the same, so only the first model shape of an operation is tuned, if
@@ -31,11 +31,9 @@ import torch
 
 from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu.case import Case, copied
-from benchmarks.gpu.clock import time_graph
-from benchmarks.gpu.run import Run, command_line, device_for
-from benchmarks.gpu.suite import CACHE_BYTES
+from benchmarks.gpu.run import Run, begin, command_line
 from benchmarks.gpu.supervise import WORKERS, Supervisor, Task, shares
-from stree.bench.records import Record
+from stree.bench.records import Record, failure
 from stree.kernels import tiles
 
 Entry = tuple[Any, ...]
@@ -77,8 +75,7 @@ def measure(
     """
     generator = torch.Generator(device).manual_seed(0)
     first = case.make(generator)
-    expected = case.expected(first)
-    call, is_gpu = case.providers["triton"], device.type == "cuda"
+    expected, call = case.expected(first), case.providers["triton"]
     table.key = table.other = None
     try:
         call(copied(first))
@@ -86,23 +83,20 @@ def measure(
         if table.key is None:
             raise
     key, present = table.key, table[table.key]
-    sets = [case.make(generator) for _ in range(min(256, CACHE_BYTES // max(case.num_bytes, 1)) if is_gpu else 1)]
-    entries = candidates(case.op, present, smoke=not is_gpu)
+    sets = case.input_sets(generator)
+    entries = candidates(case.op, present, smoke=device.type != "cuda")
     for place, entry in enumerate(entries):
         if time.monotonic() > deadline:
             yield {"op": case.op, "params": dict(case.params), "left_out": len(entries) - place}
             return
         table.other = entry
         record = {"op": case.op, "params": dict(case.params), "dtype": str(dtype)[6:], "key": key, "entry": entry}
-        record |= {"present": entry == present, "correct": False}
+        record |= {"present": entry == present}
         try:
-            error = float((call(copied(first)).double() - expected).abs().max() / expected.abs().max())
-            record |= {"error": error, "correct": error <= case.tolerance(dtype)}
-            if record["correct"]:
-                taken = time_graph(lambda: [call(inputs) for inputs in sets], device, len(sets))
-                record |= {"metric": "latency" if is_gpu else "interpreter, not meaningful", "unit": "us", **taken}
-        except Exception as problem:  # an entry that this GPU has no room for, say
-            record["problem"] = f"{type(problem).__name__}: {problem}"[:300]
+            record |= case.compared(call(copied(first)), expected, dtype)
+            record |= case.timed(call, sets, device) if record["correct"] else {}
+        except Exception as problem:  # an entry that this GPU has no room for, say: no failure
+            record["no_room"] = failure(problem)["problem"]
         yield record
 
 
@@ -127,7 +121,7 @@ def choose(records: Sequence[Record]) -> list[Record]:
     groups: dict[tuple[str, Any], dict[Entry, list[float]]] = defaultdict(lambda: defaultdict(list))
     present = {(record["op"], record["key"]): record["entry"] for record in records if record["present"]}
     for case in by_case(records):
-        times = [record["p50"] if record["correct"] else math.inf for record in case]
+        times = [record.get("p50", math.inf) for record in case]
         base = min(times) if times[0] == math.inf else times[0]
         for record, taken in zip(case, times, strict=True):
             ratio = taken / base if taken < math.inf else math.inf
@@ -175,9 +169,9 @@ def measure_all(run: Run, options: argparse.Namespace, tables: Mapping[str, Watc
         if run.is_over:
             run.add({**params, "left_out": math.prod(map(len, TABLES[case.op][1]))})
             continue
-        with run.part("retune_tiles", **params):  # a case may be too large for this GPU
+        with run.part(bench="retune_tiles", adds=False, **params):  # a case may be too large for this GPU
             for record in measure(case, tables[case.op], dtype, run.device, run.deadline):
-                run.add(record, is_failure=not record.get("correct", True) and "problem" not in record)
+                run.add(record)
 
 
 def builds_of(options: argparse.Namespace) -> list[str]:
@@ -189,16 +183,14 @@ def builds_of(options: argparse.Namespace) -> list[str]:
 
 def main() -> int:
     """Measure, choose and print."""
-    parser = command_line(__doc__, out="file that the records are appended to")
+    parser = command_line(__doc__, "gpu_tiles.jsonl")
     parser.add_argument("--ops", nargs="+", choices=list(TABLES), default=list(TABLES))
     parser.add_argument("--nodes", type=int, nargs="+", default=[16, 32, 64, 128])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--all-shapes", action="store_true", help="not only the first model shape of each operation")
     parser.add_argument("--share", type=int, nargs=2, help="only launch share I of N of the candidates: I N")
-    options = parser.parse_args()
-    device = device_for(parser, options, is_interpreted=True)
-    run = Run(device, options.minutes, None if options.share else options.out, options.progress, options.first)
+    options, run = begin(parser, is_interpreted=True)
     tables = {op: Watched(getattr(tiles, TABLES[op][0])) for op in options.ops}
     for op, watched in tables.items():
         setattr(tiles, TABLES[op][0], watched)
@@ -215,8 +207,7 @@ def main() -> int:
     rows = [[TABLES[b["op"]][0], b["key"], b["now"], b["best"], f"{b['gain']:.2f}"] for b in best]
     lines = [f"{TABLES[line['op']][0]}:    {line['key']}: {line['best']}," for line in best]
     left_out = sum(record.get("left_out", 0) for record in run.records)
-    more = {"measured": len(entries), "entries": len(best), "left_out": left_out, "lines": lines}
-    return run.report("retune_tiles", titles, rows, **more)
+    return run.report(titles, rows, measured=len(entries), entries=len(best), left_out=left_out, lines=lines)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,30 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.gpu.supervise import Progress
-from benchmarks.report import failure, table
-from stree.bench.records import Record, append, environment
+from benchmarks import report
+from benchmarks.gpu.supervise import Progress, is_wrong
+from stree.bench.records import Record, append, environment, failure
 from stree.decode.cuda_graphs import recovering
 
-__all__ = ["Run", "command_line", "device_for"]
+__all__ = ["Run", "begin", "command_line"]
 
 T = TypeVar("T")
 
 
-def command_line(doc: str | None, *, out: str, minutes: float = 9.0) -> argparse.ArgumentParser:
-    """A parser with the options of every script: ``--out``, ``--minutes`` and ``--smoke``."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help=out)
+def command_line(doc: str | None, file: str, *, minutes: float = 9.0) -> argparse.ArgumentParser:
+    """A parser with the options of every script: ``--out``, ``--minutes``, ``--smoke``, and those of a supervisor.
+
+    Args:
+        doc: of the module.
+        file: name of the file in ``--out`` that records are appended to.
+        minutes: of the script, unless told otherwise.
+    """
+    parser = report.command_line(doc, f"folder for {file}")
+    parser.set_defaults(file=file)
     parser.add_argument("--minutes", type=float, default=minutes, help="begin nothing new after this time")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, for a machine without a GPU")
     parser.add_argument("--progress", type=Path, help="file that the names of cases are appended to as they begin")
@@ -35,23 +41,25 @@ def command_line(doc: str | None, *, out: str, minutes: float = 9.0) -> argparse
     return parser
 
 
-def device_for(
-    parser: argparse.ArgumentParser, options: argparse.Namespace, *, is_interpreted: bool = False
-) -> torch.device:
-    """The device to measure on; ends the process with a message where there is none.
+def begin(parser: argparse.ArgumentParser, *, is_interpreted: bool = False) -> tuple[argparse.Namespace, Run]:
+    """Read the command line, choose the device and begin a run; ends the process where there is no such device.
 
     Args:
-        parser: ends the process.
-        options: ``smoke`` allows a CPU.
+        parser: of ``command_line``; ``--smoke`` allows a CPU.
         is_interpreted: whether the script launches Triton kernels at tiny sizes, which a CPU only interprets.
     """
-    if torch.cuda.is_available():
-        return torch.device("cpu" if options.smoke and not is_interpreted else "cuda")
-    if not options.smoke:
-        parser.error("a CUDA device is needed; without one pass --smoke")
-    if is_interpreted and os.environ.get("TRITON_INTERPRET") != "1":
-        parser.error("without a CUDA device the kernels need TRITON_INTERPRET=1")
-    return torch.device("cpu")
+    options = parser.parse_args()
+    device = torch.device("cuda")
+    if not torch.cuda.is_available():
+        device = torch.device("cpu")
+        if not options.smoke:
+            parser.error("a CUDA device is needed; without one pass --smoke")
+        if is_interpreted and os.environ.get("TRITON_INTERPRET") != "1":
+            parser.error("without a CUDA device the kernels need TRITON_INTERPRET=1")
+    elif options.smoke and not is_interpreted:
+        device = torch.device("cpu")
+    file = options.out and options.out / options.file
+    return options, Run(device, options.minutes, file, options.progress, options.first)
 
 
 class Run:
@@ -83,10 +91,10 @@ class Run:
         """Whether the time is up."""
         return time.monotonic() > self.deadline
 
-    def add(self, record: Record, *, is_failure: bool = False) -> None:
+    def add(self, record: Record) -> None:
         """Keep a record, and append it to the file at once."""
         self.records.append({**record, "env": self.env})
-        self.failures += is_failure
+        self.failures += is_wrong(record)
         if self.file:
             append(self.file, self.records[-1:])
 
@@ -117,16 +125,23 @@ class Run:
                 os._exit(1)
 
     @contextmanager
-    def part(self, name: str, **more: object) -> Iterator[None]:
-        """Turn the failure of a part into a record, so that the other parts run."""
+    def part(self, *, adds: bool = True, **record: Any) -> Iterator[Record]:
+        """Add a record that the block fills in; if the block fails, with its problem, and the run goes on.
+
+        Args:
+            adds: False adds the record of a failure alone.
+            record: what is known of it before.
+        """
         try:
             with recovering(self.device):
-                yield
-        except Exception as problem:
-            self.add({"bench": name, **more, **failure(problem)}, is_failure=True)
+                yield record
+        except Exception as problem:  # a failure is a finding, not the end of the other parts
+            record, adds = record | failure(problem), True
+        if adds:
+            self.add(record)
 
-    def report(self, bench: str, titles: Sequence[str], rows: Iterable[Sequence[object]], **more: object) -> int:
+    def report(self, titles: Sequence[str], rows: Iterable[Sequence[object]], **more: object) -> int:
         """Print a table, and a summary as the last line in JSON; return the exit status."""
-        print(table(titles, rows))
-        print(json.dumps({"bench": bench, **more, "failures": self.failures}))
+        print(report.table(titles, rows))
+        print(json.dumps({"records": len(self.records), **more, "failures": self.failures}))
         return int(self.failures > 0)

@@ -10,7 +10,6 @@ not run is reported and is no failure; an error that it finds is.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,7 +23,7 @@ import torch
 import stree
 from benchmarks.gpu import cases
 from benchmarks.gpu import models as gpu_models
-from benchmarks.gpu.run import Run, command_line, device_for
+from benchmarks.gpu.run import begin, command_line
 from stree.bench.records import Record
 from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.sampling import Sampling
@@ -38,17 +37,20 @@ NUM_LINES = 40  # of what a tool says that a record keeps
 
 def main() -> int:
     """Run the tools one after another, or, where one of them watches, what it watches."""
-    options = _options()
+    parser = command_line(__doc__, "gpu_sanitizer.jsonl")
+    parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
+    parser.add_argument("--launch", action="store_true", help="only launch what a tool watches")
+    options, run = begin(parser, is_interpreted=True)
     if options.launch:
-        print(json.dumps({"launched": launch(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}))
+        print(json.dumps({"launched": launch(run.device)}))
         return 0
-    run = Run(torch.device("cuda"), options.minutes, options.out / "gpu_sanitizer.jsonl")
     for tool in options.tools:
         record = watched(tool, max(run.deadline - time.monotonic(), 1.0))
-        run.add(record, is_failure=not (record["errors"] == 0 or "unavailable" in record))
+        is_right = record["errors"] == 0 or "unavailable" in record
+        run.add({**record, "outcome": "passed" if is_right else "failed"})
         print(*record["said"], sep="\n")
     rows = [[r["tool"], r.get("unavailable", f"{r['errors']} errors, exit {r['exit']}")] for r in run.records]
-    return run.report("gpu_sanitizer", ["tool", "result"], rows)
+    return run.report(["tool", "result"], rows)
 
 
 def watched(tool: str, seconds: float) -> Record:
@@ -98,19 +100,6 @@ def launch(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return count
-
-
-def _options() -> argparse.Namespace:
-    """Read the command line."""
-    parser = command_line(__doc__, out="folder for gpu_sanitizer.jsonl")
-    parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
-    parser.add_argument("--launch", action="store_true", help="only launch what a tool watches")
-    options = parser.parse_args()
-    options.smoke = options.launch
-    device_for(parser, options, is_interpreted=True)
-    if options.out is None and not options.launch:
-        parser.error("--out is needed")
-    return options
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ run.  Sizes of which figures are asked first come first: batch 1 and context 256
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,18 +24,16 @@ import torch
 from transformers import PreTrainedConfig
 
 import stree
-from benchmarks.gpu.clock import time_graph
-from benchmarks.gpu.models import DTYPES, configurations, model_of
+from benchmarks.gpu.clock import time_calls, time_graph
+from benchmarks.gpu.models import DTYPES, configurations, free, model_of
 from benchmarks.gpu.peer_steps import mamba_ssm_step, why_not
-from benchmarks.gpu.run import Run, command_line, device_for
-from benchmarks.report import failure
+from benchmarks.gpu.run import Run, begin, command_line
 from benchmarks.shapes import binary_tree
 from stree.bench.profile import bytes_moved, copy_bandwidth
-from stree.bench.records import Record, quantiles
-from stree.decode.cuda_graphs import recovering
+from stree.bench.records import Record
 from stree.models.bounded_scan import memory_bounded
 
-__all__ = ["NODES", "bytes_of", "measure", "state_for", "step_of", "timed"]
+__all__ = ["NODES", "bytes_of", "measure", "state_for", "step_of"]
 
 NODES = (1, 16, 64, 4, 8, 32)
 PLAIN_NODES = (1, 16)  # that are timed without fused layers and without a graph, too
@@ -64,35 +60,35 @@ class Step:
 def measure(
     run: Run, smoke: bool, names: Collection[str] | None = None, sizes: Sequence[tuple[int, int]] = SIZES,
     *, is_timed: bool = True,
-) -> Iterator[Record]:  # fmt: skip
-    """Yield a record for every size, model (or those of ``names``), number of nodes and provider until the time is up.
+) -> None:  # fmt: skip
+    """Add a record for every size, model (or those of ``names``), number of nodes and provider until the time is up.
 
     A step that fails gives a record with its problem, and the others are measured.  If not ``is_timed``, each step of
     ours is run once without a record, so that Triton's cache holds its builds.
     """
     bandwidth = copy_bandwidth(run.device)
     shapes = configurations(smoke)
-    models = [name for name in shapes if names is None or name in names]
     cases = [
         Step(name, batch, context, n, provider)
         for batch, context in (((1, 8),) if smoke else sizes)
-        for name in models
+        for name in shapes if names is None or name in names
         for n, provider in (_providers(run.device) if is_timed else [(n, "eager") for n in NODES])
-    ]
+    ]  # fmt: skip
     bench = _Bench(run.device, shapes)
     for case in run.cases(cases):
-        record: Record = {
-            "bench": "step", "metric": "latency", "unit": "us", "dtype": str(DTYPES[run.device.type])[6:],
-            "bytes_per_s": bandwidth, "provider": case.provider,
-            "params": {"model": case.model, "batch": case.batch, "context": case.context, "n": case.n},
-        }  # fmt: skip
-        try:
-            with recovering(run.device):
-                found = bench.time(case) if is_timed else bench.run_once(case)
-        except Exception as problem:  # one step's failure is a finding, not the end of the others
-            found = failure(problem)
-        if is_timed or "problem" in found:
-            yield record | found | _over_bound(found, bandwidth)
+        with run.part(
+            adds=is_timed, bench="step", metric="latency", unit="us", dtype=str(DTYPES[run.device.type])[6:],
+            bytes_per_s=bandwidth, provider=case.provider,
+            params={"model": case.model, "batch": case.batch, "context": case.context, "n": case.n},
+        ) as record:  # fmt: skip
+            if not is_timed:
+                bench.step(case)()
+                continue
+            record |= bench.cost(case)
+            record |= bench.time(case)
+            if "p50" in record and "bytes" in record:
+                bound = 1e6 * sum(record["bytes"].values()) / bandwidth
+                record |= {"bound_us": bound, "of_bound": bound / record["p50"]}
 
 
 class _Bench:
@@ -110,56 +106,42 @@ class _Bench:
         self._key: tuple[str, int, int] | None = None
 
     def time(self, case: Step) -> Record:
-        """Time a step by its provider; a step that cannot run is a record with its problem."""
-        lm, config = self._model(case), self.shapes[case.model]
+        """Time a step by its provider."""
+        lm = self._model(case)
         if case.provider == "transformers":
-            return _tried(lambda: _eager(_one_token(lm, case.batch)))
+            return time_calls(_one_token(lm, case.batch), self.device)
         if case.provider == "mamba_ssm":
-            reason = why_not(config, lm.device)
-            return {"unavailable": reason} if reason else mamba_ssm_step(config, case.batch, case.context, lm.dtype)
-        step, found = self._step(case), self._cost(case)
+            reason = why_not(self.shapes[case.model], self.device)
+            return {"unavailable": reason} if reason else mamba_ssm_step(
+                self.shapes[case.model], case.batch, case.context, lm.dtype
+            )  # fmt: skip
         lm.fused_layers = case.provider != "graph, unfused"
         try:
-            return found | (_tried(_eager, step) if case.provider == "eager" else _graph(step))
+            return (time_calls if case.provider == "eager" else time_graph)(self.step(case), self.device)
         finally:
             lm.fused_layers = True
 
-    def run_once(self, case: Step) -> Record:
-        """Run a step once."""
-        self._step(case)()
-        return {}
+    def step(self, case: Step) -> Callable[[], Any]:
+        """Make a call that runs a step of ours."""
+        return step_of(self._model(case), self._state, case.n, case.context)
+
+    def cost(self, case: Step) -> Record:
+        """Bytes that a step of ours keeps and moves; nothing for another library's."""
+        if case.provider in ("transformers", "mamba_ssm"):
+            return {}
+        moved = bytes_of(self._model(case), case.batch, case.context, case.n)
+        return {"state_dtype": "float32", "state_bytes": self._state.num_bytes, "bytes": moved}
 
     def _model(self, case: Step) -> stree.TreeLM:
         if self._lm is None or self._key is None or self._key[0] != case.model:
             self._lm = self._state = self._key = None
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            free(self.device)
             self._lm = model_of(self.shapes[case.model], self.device)
         key = (case.model, case.batch, case.context)
         if self._key != key or self._state.is_inconsistent:  # by a step that failed half way
             self._state = None
             self._state, self._key = state_for(self._lm, case.batch, case.context), key
         return self._lm
-
-    def _step(self, case: Step) -> Callable[[], Any]:
-        lm = self._model(case)
-        return step_of(lm, self._state, case.n, case.context)
-
-    def _cost(self, case: Step) -> Record:
-        return {
-            "state_dtype": "float32",
-            "state_bytes": self._state.num_bytes,
-            "bytes": bytes_of(self._model(case), case.batch, case.context, case.n),
-        }
-
-
-def _over_bound(record: Record, bandwidth: float) -> Record:
-    """Set a latency beside the bound of its bytes."""
-    if "p50" not in record or "bytes" not in record:
-        return {}
-    bound = 1e6 * sum(record["bytes"].values()) / bandwidth
-    return {"bound_us": bound, "of_bound": bound / record["p50"]}
 
 
 def _providers(device: torch.device) -> list[tuple[int, str]]:
@@ -216,11 +198,6 @@ def bytes_of(lm: stree.TreeLM, batch: int, context: int, n: int) -> dict[str, in
     return moved
 
 
-def timed(step: Callable[[], Any], device: torch.device) -> Record:
-    """Time a step in the way that counts on a device: replays of its graph; plain calls on a CPU."""
-    return _graph(step) if device.type == "cuda" else _eager(step)
-
-
 def _one_token(lm: stree.TreeLM, batch: int) -> Any:
     """A call of transformers' own forward for one token after a short prompt."""
     options: Record = {"use_cache": True, lm.cache_argument: lm.family.new_cache(lm.model.config)}
@@ -231,49 +208,17 @@ def _one_token(lm: stree.TreeLM, batch: int) -> Any:
     return torch.no_grad()(partial(lm.model, torch.ones(batch, 1, dtype=torch.long, device=lm.device), **options))
 
 
-def _eager(call: Callable[[], Any], runs: int = 10) -> Record:
-    """Time plain calls, with a synchronisation after each."""
-    times = []
-    for _ in range(2 + runs):
-        start = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e6)
-    return quantiles(times[2:])
-
-
-def _graph(call: Callable[[], Any]) -> Record:
-    """Time replays of a captured call; a call that cannot be captured is reported with its reason."""
-    return _tried(time_graph, call, torch.device("cuda"), 1)
-
-
-def _tried(measure: Callable[..., Record], *args: Any) -> Record:
-    """Measure, or say why that failed: a finding for the table."""
-    try:
-        return measure(*args)
-    except Exception as problem:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return failure(problem)
-
-
 def main() -> int:
     """Measure the models that were asked for, and print the table last."""
-    parser = command_line(__doc__, out="folder for gpu_steps.jsonl")
-    parser.add_argument("--models", nargs="+", help="names of configurations; all if not given")
+    parser = command_line(__doc__, "gpu_steps.jsonl")
+    known = [name for smoke in (False, True) for name in configurations(smoke)]
+    parser.add_argument("--models", nargs="+", choices=known, help="names of configurations; all if not given")
     parser.add_argument("--sizes", nargs="+", type=_size, default=SIZES, help="batch and context, as 1x256")
     parser.add_argument("--build", action="store_true", help="only run each step once, untimed")
-    options = parser.parse_args()
-    device = device_for(parser, options)
-    known = configurations(options.smoke)
-    if unknown := set(options.models or ()) - known.keys():
-        parser.error(f"--models must be of {', '.join(known)}, got {', '.join(sorted(unknown))}")
-    run = Run(device, options.minutes, options.out and options.out / "gpu_steps.jsonl", options.progress, options.first)
-    for record in measure(run, options.smoke, options.models, options.sizes, is_timed=not options.build):
-        run.add(record, is_failure="problem" in record)
+    options, run = begin(parser)
+    measure(run, options.smoke, options.models, options.sizes, is_timed=not options.build)
     titles = ["model", "batch", "context", "nodes", "provider", "us", "bound / it"]
-    return run.report("gpu_steps", titles, _rows(run.records), records=len(run.records))
+    return run.report(titles, _rows(run.records))
 
 
 def _size(text: str) -> tuple[int, int]:

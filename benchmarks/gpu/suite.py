@@ -13,112 +13,79 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.gpu import cases as gpu_cases
 from benchmarks.gpu import peers as gpu_peers
 from benchmarks.gpu.case import Case, copied
 from benchmarks.gpu.cases import Spec
-from benchmarks.gpu.clock import time_graph
-from benchmarks.gpu.run import Run, command_line, device_for
-from benchmarks.report import failure
+from benchmarks.gpu.run import Run, begin, command_line
 from stree.bench.records import Record
 
-__all__ = ["CACHE_BYTES", "KINDS", "Suite", "name_of"]
+__all__ = ["KINDS", "name_of", "run_case", "run_kernels"]
 
-CACHE_BYTES = 256 << 20  # four times the second-level cache of an H200
 SIZES = [(b, n) for n in (32, 16, 64, 1, 4, 128) for b in (1, 16, 64, 4)]
 KINDS = tuple(dict.fromkeys(make.__name__.removesuffix("_case") for make, _ in gpu_cases.KINDS))
 
 
-class Suite(Run):
-    """A run of the suite with its options."""
+def run_kernels(run: Run, options: argparse.Namespace) -> None:
+    """Compare and time every case until the time is up; with ``--share`` only launch a share of them."""
+    share, count = options.share or (0, 1)
+    for spec in run.cases([*specs(options, run.device)][share::count], name_of):
+        make, models, size = spec
+        with run.part(bench=name_of(spec), adds=False):  # a case may be too large for this device
+            case = make(models, size)
+            if options.share:
+                case.providers["triton"](case.make(torch.Generator(run.device).manual_seed(0)))
+            else:
+                run_case(run, case, size.dtype)
 
-    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
-        file = options.out and options.out / "gpu_suite.jsonl"
-        super().__init__(device, options.minutes, file, options.progress, options.first)
-        self.options = options
 
-    def run_kernels(self) -> None:
-        """Compare and time every case until the time is up; with ``--share`` only launch a share of them."""
-        share, count = self.options.share or (0, 1)
-        for spec in self.cases([*self.specs()][share::count], name_of):
-            make, models, size = spec
-            with self.part(name_of(spec)):  # a case may be too large for this device
-                if self.options.share:
-                    self.launch(make(models, size))
-                else:
-                    self.run_case(make(models, size), size.dtype)
+def specs(options: argparse.Namespace, device: torch.device) -> Iterator[Spec]:
+    """List what is timed; of shares, which only build kernels, batches 1 and 16 serve the others."""
+    kinds, sizes = (gpu_cases.SMALL, [(2, 5)]) if options.smoke else (gpu_cases.KINDS, SIZES)
+    kinds = [kind for kind in kinds if kind[0].__name__.removesuffix("_case") in options.kinds]
+    if options.share:
+        sizes = [(batch, n) for batch, n in sizes if batch in (1, 2, 16)]
+    for dtype in [torch.float32] if options.smoke else [getattr(torch, name) for name in options.dtypes]:
+        yield from gpu_cases.specs(kinds, sizes, dtype, device)
 
-    def specs(self) -> Iterator[Spec]:
-        """List what is timed; of shares, which only build kernels, batches 1 and 16 serve the others."""
-        smoke = self.options.smoke
-        kinds, sizes = (gpu_cases.SMALL, [(2, 5)]) if smoke else (gpu_cases.KINDS, SIZES)
-        kinds = [kind for kind in kinds if kind[0].__name__.removesuffix("_case") in self.options.kinds]
-        if self.options.share:
-            sizes = [(batch, n) for batch, n in sizes if batch in (1, 2, 16)]
-        for dtype in [torch.float32] if smoke else [getattr(torch, name) for name in self.options.dtypes]:
-            yield from gpu_cases.specs(kinds, sizes, dtype, self.device)
 
-    def launch(self, case: Case) -> None:
-        """Launch a case once, so that Triton's cache holds its builds."""
-        case.providers["triton"](case.make(torch.Generator(self.device).manual_seed(0)))
+def run_case(run: Run, case: Case, dtype: torch.dtype) -> None:
+    """Compare each provider with float64, then time it."""
+    generator = torch.Generator(run.device).manual_seed(0)
+    first = case.make(generator)
+    expected = case.expected(first)
+    for name, provider in case.providers.items():
+        with run.part(
+            bench=case.op, provider=name, params=dict(case.params), dtype=str(dtype)[6:], bytes=case.num_bytes,
+            flops=case.flops, stash_bytes=case.stash_bytes, snapshot_bytes=case.snapshot_bytes, correct=False,
+        ) as record:  # fmt: skip
+            inputs = copied(first)
+            with peak_bytes(run.device, record):
+                output = provider(inputs)
+            record |= case.compared(output, expected, dtype)
+            del inputs, output
+            if record["correct"]:
+                sets = case.input_sets(generator, 8 if name == "reference" else 256)  # it has many launches
+                record |= case.timed(provider, sets, run.device)
 
-    def run_case(self, case: Case, dtype: torch.dtype) -> None:
-        """Compare each provider with float64, then time it."""
-        generator = torch.Generator(self.device).manual_seed(0)
-        first = case.make(generator)
-        expected = case.expected(first)
-        scale = float(expected.abs().max())
-        count = 1 if self.options.smoke else max(1, min(256, CACHE_BYTES // max(case.num_bytes, 1)))
-        for name, provider in case.providers.items():
-            record: Record = {
-                "bench": case.op, "provider": name, "params": dict(case.params), "dtype": str(dtype)[6:],
-                "bytes": case.num_bytes, "flops": case.flops, "stash_bytes": case.stash_bytes,
-                "snapshot_bytes": case.snapshot_bytes,
-            }  # fmt: skip
-            try:
-                inputs = copied(first)
-                with self.peak_bytes(record):
-                    output = provider(inputs)
-                error = float((output.double() - expected).abs().max()) / scale
-                del inputs, output
-                record |= {"error": error, "correct": error <= case.tolerance(dtype)}
-                if record["correct"]:
-                    sets = min(count, 8) if name == "reference" else count  # it has many launches
-                    record |= self.time(provider, [case.make(generator) for _ in range(sets)])
-                    is_cached = sets * case.num_bytes < CACHE_BYTES // 2
-                    record |= {} if is_cached else {"gb_per_s": case.num_bytes / record["p50"] / 1e3}
-            except Exception as problem:  # one provider's failure is a finding, not the end of the suite
-                record |= {"correct": False, **failure(problem)}
-            self.add(record, is_failure=not record["correct"])
 
-    @contextmanager
-    def peak_bytes(self, record: Record) -> Iterator[None]:
-        """Note the most memory that a call takes beside its inputs: outputs, copies, snapshots of peers."""
-        if self.device.type != "cuda":
-            yield
-            return
-        torch.cuda.reset_peak_memory_stats(self.device)
-        before = torch.cuda.memory_allocated(self.device)
+@contextmanager
+def peak_bytes(device: torch.device, record: Record) -> Iterator[None]:
+    """Note the most memory that a call takes beside its inputs: outputs, copies, snapshots of peers."""
+    if device.type != "cuda":
         yield
-        torch.cuda.synchronize(self.device)
-        record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device) - before
-
-    def time(self, provider: Callable[[Any], Tensor], sets: list[Any]) -> Record:
-        """Time one call, in microseconds: a graph of one call on each set on a GPU, plain calls elsewhere."""
-
-        def calls() -> None:
-            for inputs in sets:
-                provider(inputs)
-
-        return {"metric": "latency", "unit": "us", **time_graph(calls, self.device, len(sets))}
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    yield
+    torch.cuda.synchronize(device)
+    record["peak_bytes"] = torch.cuda.max_memory_allocated(device) - before
 
 
 def name_of(spec: Spec) -> str:
@@ -144,21 +111,19 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
 
 def main() -> int:
     """Run the cases, write records, print the table."""
-    parser = command_line(__doc__, out="folder for gpu_suite.jsonl")
+    parser = command_line(__doc__, "gpu_suite.jsonl")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of operations; all if not given")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--peer-dir", type=Path, help="folder with SGLang's kernel files, laid out as in its wheel")
     parser.add_argument("--share", type=int, nargs=2, help="only launch share I of N of the cases, untimed: I N")
-    options = parser.parse_args()
-    device = device_for(parser, options, is_interpreted=True)
+    options, run = begin(parser, is_interpreted=True)
     gpu_peers.use_peer_dir(options.peer_dir)
-    suite = Suite(options, device)
     with torch.inference_mode():
-        suite.run_kernels()
+        run_kernels(run, options)
     titles = ["operation", "model", "batch", "nodes", "provider", "us", "GB/s", "MiB", "ours / it"]
-    measured = [record["p50"] for record in suite.records if "p50" in record]
+    measured = [record["p50"] for record in run.records if "p50" in record]
     median = statistics.median(measured) if measured else None
-    return suite.report("gpu_suite", titles, rows(suite.records), measured=len(measured), median_us=median)
+    return run.report(titles, rows(run.records), measured=len(measured), median_us=median)
 
 
 if __name__ == "__main__":

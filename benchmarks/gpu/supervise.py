@@ -8,7 +8,6 @@ is missing or broken on a machine ends the supervisor.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -17,40 +16,24 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-__all__ = ["WORKERS", "Progress", "Supervisor", "Task", "append_line", "read_jsonl", "shares"]
+from stree.bench.records import Record, append, read_lines
 
-Record = dict[str, Any]
+__all__ = ["WORKERS", "Progress", "Supervisor", "Task", "is_wrong", "shares"]
+
 NUM_CHARACTERS = 3000  # of a command's output that a record keeps
 MOST_FAULTS = 12  # of one task, each of which costs a start
 POLL_SECONDS = 0.1
 WORKERS = max(1, (os.cpu_count() or 2) - 2)  # that build kernels side by side
 
 
-def append_line(path: Path, record: Record) -> None:
-    """Append a JSON line in one write, and see to it that it is on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
-        file.write(json.dumps(record).encode() + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_jsonl(path: Path) -> list[Record]:
-    """Read JSON lines; none where there is no file.  A last line that was cut off is left out."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[:-1]]
-
-
 class Progress:
-    """Where a command is: a file of JSON lines, or none.
+    """Where a command is: a file of JSON lines.
 
     Args:
-        path: the file, or None if nobody watches.
+        path: the file, or None where no supervisor reads it.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -66,7 +49,7 @@ class Progress:
 
     def _add(self, record: Record) -> None:
         if self.path is not None:
-            append_line(self.path, record)
+            append(self.path, [record])
 
 
 @dataclass(frozen=True)
@@ -89,10 +72,14 @@ class Task:
 def shares(task: Task, count: int) -> list[Task]:
     """Split a task whose command takes ``--share I N`` into ``count`` tasks."""
     return [
-        Task(f"{task.name} {i + 1}/{count}", (*task.command, "--share", str(i), str(count)), task.seconds,
-             task.start_seconds)
+        replace(task, name=f"{task.name} {i + 1}/{count}", command=(*task.command, "--share", str(i), str(count)))
         for i in range(count)
-    ]  # fmt: skip
+    ]
+
+
+def is_wrong(record: Record) -> bool:
+    """Whether a record is of something that failed or gave wrong numbers."""
+    return "problem" in record or record.get("correct") is False or record.get("outcome") == "failed"
 
 
 class Supervisor:
@@ -107,7 +94,7 @@ class Supervisor:
     def __init__(self, file: Path, deadline: float, environment: Mapping[str, str] | None = None) -> None:
         self.file, self.deadline, self.environment = file, deadline, environment
         self._lock = threading.Lock()
-        self._next = {r["task"]: r["next"] for r in read_jsonl(file) if r["bench"] == "task"}  # None: it is done
+        self._next = {r["task"]: r["next"] for r in read_lines(file) if r["bench"] == "task"}  # None: it is done
 
     def run(self, tasks: Sequence[Task], width: int = 1) -> None:
         """Run tasks, ``width`` of them side by side; those that are done already are left out."""
@@ -158,7 +145,7 @@ class Supervisor:
                 )  # fmt: skip
                 fault = self._watched(process, task, progress)
             tail = output.read_text(encoding="utf-8", errors="replace")[-NUM_CHARACTERS:]
-            lines = read_jsonl(progress)
+            lines = read_lines(progress)
         case = next((line for line in reversed(lines) if "case" in line), None)
         if lines and "is_over" in lines[-1]:  # what happens while the process ends costs no case
             fault = "unfinished" if lines[-1]["is_over"] else None
@@ -187,5 +174,5 @@ class Supervisor:
 
     def _add(self, record: Record) -> None:
         with self._lock:
-            append_line(self.file, record)
+            append(self.file, [record])
             print(*(f"{name}={value}" for name, value in record.items() if name not in ("bench", "tail")), flush=True)

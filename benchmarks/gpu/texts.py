@@ -15,7 +15,6 @@ import io
 import json
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from helpers.step_growths import GROWTHS
 from helpers.tiny_models import random_texts, tiny_model
 
 import stree
-from benchmarks.gpu.run import Run, command_line, device_for
+from benchmarks.gpu.run import Run, begin, command_line
 from stree.bench.records import Record
 from stree.drafters import ModelDrafter
 from stree.files import replacing
@@ -33,6 +32,7 @@ from stree.sampling import Sampling
 
 Texts = list[list[int]]
 TEMPERATURES = (0.0, 0.8)
+WAYS = ("launched", "captured", "replayed")
 ASSETS = Path(stree.__file__).parent / "assets"
 PAIR = {"target": ("bamba", 0), "drafter": ("mamba2", 1)}  # families and seeds of the tiny models
 PROMPTS = [[7 + 3 * row, 100 + row, 2000 + 11 * row, 30 + row] for row in range(4)]  # of the bundled pair
@@ -92,24 +92,21 @@ def generated(target: stree.TreeLM, drafter: ModelDrafter, options: Record) -> s
     return stree.generate(target, options["prompts"], drafter, **more)
 
 
-def compared(run: Run, expected: Record, is_small: bool) -> Iterator[Record]:
-    """Yield a record of every text: whether launched, captured and replayed steps give the expected one."""
+def compare(run: Run, expected: Record, is_small: bool) -> None:
+    """Add a record of every text: whether launched, captured and replayed steps give the expected one."""
     found = cases(is_small)
     for name in run.cases(found):
-        record: Record = {"bench": "text", "text": name, "outcome": "failed"}
-        options = found[name]
-        with run.part("text", text=name, outcome="failed"):
-            target, draft = models(options["pair"], run.device, expected["weights"])
+        with run.part(bench="text", text=name, outcome="failed") as record:
+            target, draft = models(found[name]["pair"], run.device, expected["weights"])
             drafter = ModelDrafter(draft)
-            for way in ("launched", "captured", "replayed"):
+            for way in WAYS:
                 target.captures_steps = False if way == "launched" else None
-                result = generated(target, drafter, options)
+                result = generated(target, drafter, found[name])
                 record[way] = _difference(result.sequences, expected["texts"][name])
                 record["graphs"] = {key: str(value) for key, value in result.stats.get("graphs", {}).items()}
-            is_right = all(record[way] is None for way in ("launched", "captured", "replayed"))
+            is_right = all(record[way] is None for way in WAYS)
             is_captured = run.device.type != "cuda" or not result.stats["graphs"]["not_captured"]
             record["outcome"] = "passed" if is_right and is_captured else "failed"
-            yield record
 
 
 def _difference(texts: Texts, expected: Texts) -> list[int] | None:
@@ -123,22 +120,19 @@ def _difference(texts: Texts, expected: Texts) -> list[int] | None:
 
 def main() -> int:
     """Write the texts, or compare."""
-    parser = command_line(__doc__, out="folder for gpu_texts.jsonl")
+    parser = command_line(__doc__, "gpu_texts.jsonl")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write texts and weights of the CPU, and end")
     parser.add_argument("--expected", type=Path, metavar="FILE", help="what --write has written")
     options = parser.parse_args()
     if options.write is not None:
         write_texts(options.write, options.smoke)
         return 0
-    device = device_for(parser, options)
     if options.expected is None or not options.expected.is_file():
         parser.error(f"--expected must be a file that --write has written, got {options.expected}")
-    expected = json.loads(options.expected.read_text(encoding="utf-8"))
-    run = Run(device, options.minutes, options.out and options.out / "gpu_texts.jsonl", options.progress, options.first)
-    for record in compared(run, expected, options.smoke):
-        run.add(record, is_failure=record["outcome"] != "passed")
+    _, run = begin(parser)
+    compare(run, json.loads(options.expected.read_text(encoding="utf-8")), options.smoke)
     rows = [[record.get("text", record["bench"]), record.get("outcome", "failed")] for record in run.records]
-    return run.report("gpu_texts", ["text", "as on the CPU"], rows, texts=len(run.records))
+    return run.report(["text", "as on the CPU"], rows)
 
 
 if __name__ == "__main__":

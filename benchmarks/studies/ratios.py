@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks.report import interval_text, table
+from benchmarks.report import table
 from stree.bench.records import read
-from stree.bench.summary import compare
+from stree.bench.summary import compare, interval_text
 
 
 def main() -> None:

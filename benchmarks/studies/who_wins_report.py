@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.report import interval_text, table
+from benchmarks.report import table
 from stree.bench.records import Record, read
+from stree.bench.summary import interval_text
 
 __all__ = ["Key", "Temperature", "markdown", "read_temperatures"]
 

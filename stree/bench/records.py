@@ -1,4 +1,7 @@
-"""Benchmark records: JSON lines, one measurement a line, and the machine that they were made on."""
+"""Benchmark records: JSON lines, one measurement a line, and the machine that they were made on.
+
+Reading and writing them needs the standard library alone.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ import subprocess
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
+from typing import TYPE_CHECKING, Any
 
 from stree.files import failures_named, replacing
 
-__all__ = ["ROOT", "Record", "append", "environment", "quantiles", "read", "unpack", "write"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ROOT", "Record", "append", "environment", "failure", "quantiles", "read", "read_lines", "unpack", "write"]
 
 Record = dict[str, Any]
 
@@ -32,6 +35,8 @@ def environment(device: torch.device | None = None) -> Record:
 
     ``dirty`` is whether tracked files other than records differ from the commit.
     """
+    import torch
+
     is_ours = Path(_run("git", "rev-parse", "--show-toplevel")) == ROOT  # and not one that holds an installation
     record: Record = {
         "device": _processor(),
@@ -55,17 +60,24 @@ def environment(device: torch.device | None = None) -> Record:
 
 def quantiles(values: Sequence[float]) -> Record:
     """Summarise repeated measurements: p20, p50, p80 and their number."""
+    import numpy as np
+
     low, middle, high = (float(value) for value in np.quantile(values, [0.2, 0.5, 0.8]))
     return {"p20": low, "p50": middle, "p80": high, "runs": len(values)}
 
 
+def failure(problem: Exception) -> Record:
+    """The part of a record that says what failed."""
+    return {"problem": f"{type(problem).__name__}: {problem}"[:500]}
+
+
 def append(path: Path, records: Sequence[Record]) -> None:
-    """Append records to a file, and see to it that they are on the disk."""
+    """Append records to a file in one write, so that several processes may, and put them on the disk."""
     with failures_named(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         unpack(path)
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records))
+        with path.open("ab") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in records).encode())
             file.flush()
             os.fsync(file.fileno())
 

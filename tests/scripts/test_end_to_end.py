@@ -82,7 +82,6 @@ def test_the_bench_runs_at_tiny_sizes(tmp_path: Path) -> None:
     assert {(row["params"]["batch"], row["params"]["temperature"]) for row in real} == {(1, 1.0), (2, 1.0)}
     assert {row["method"] for row in real} == {"plain", "chain:2", "static:2,1", "auto"}
     assert all(row["over_plain"][0] == 1 for row in real if row["method"] == "plain")
-    assert all(row["label"] in ("launch-bound", "near its bytes") and row["over_bytes"] > 0 for row in real)
     rest = [row for row in rows if row["part"] == "b"]
     assert {row["params"]["target"] for row in rest} == {"tiny-mamba2"} and all(r["label"] == "composite" for r in rest)
     assert {row["method"] for row in rest} == {"plain", "chain:2", "static:2,1"}

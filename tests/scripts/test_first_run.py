@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu import first_run, models, steps, suite
-from benchmarks.gpu.supervise import Supervisor, Task, append_line, read_jsonl
+from benchmarks.gpu.supervise import Supervisor, Task
+from stree.bench.records import append, read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 TOY = "import sys; from pathlib import Path; Path(sys.argv[1]).write_text('x'); " + (
@@ -106,10 +107,10 @@ def test_a_run_ends_in_an_archive_and_the_next_does_only_what_is_left(
     assert first_run.main() == 0 and not (tmp_path / "toy-1").exists() and (tmp_path / "toy-2").exists()
     with tarfile.open(tmp_path / "back" / "first_run.tar.gz") as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")
-    records = read_jsonl(tmp_path / "unpacked" / "first_run.jsonl")
+    records = read_lines(tmp_path / "unpacked" / "first_run.jsonl")
     assert [r["task"] for r in records if r["bench"] == "task"] == ["toy 1", "toy 2"]
     assert records[0]["bench"] == "machine" and records[0]["packages"]["torch"] and all(records[0]["links"].values())
-    append_line(tmp_path / "out" / "gpu_suite.jsonl", {"bench": "ssd_step", "correct": False, "error": 0.5})
+    append(tmp_path / "out" / "gpu_suite.jsonl", [{"bench": "ssd_step", "correct": False, "error": 0.5}])
     capsys.readouterr()
     assert first_run.main() == 1 and "failed: ssd_step: wrong, error 0.5" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", arguments[:-1])
@@ -132,11 +133,11 @@ def test_of_tests_that_end_the_process_or_hang_the_others_have_records(tmp_path:
     command = first_run._pytest(str(tmp_path), str(tmp_path), "--rootdir", str(tmp_path))
     environment = first_run.environment_of(options(tmp_path))
     Supervisor(tmp_path / "faults", time.monotonic() + 60, environment).run([Task("tests", command, 3.0)])
-    found = {r["test"].split("::")[-1]: r["outcome"] for r in read_jsonl(tmp_path / "gpu_tests.jsonl")}
+    found = {r["test"].split("::")[-1]: r["outcome"] for r in read_lines(tmp_path / "gpu_tests.jsonl")}
     assert found == {
         "test_unimportable.py": "failed", "test_right": "passed", "test_wrong": "failed", "test_last": "passed"
     }  # fmt: skip
-    *faults, last = read_jsonl(tmp_path / "faults")
+    *faults, last = read_lines(tmp_path / "faults")
     assert [(r["case"].split("::")[-1], r["fault"]) for r in faults] == [
         ("test_crash", "crashed, exit status 0"), ("test_hang", "timed out, 3 s")
     ]  # fmt: skip

@@ -10,10 +10,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,11 +24,6 @@ from benchmarks.shapes import Mixer
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
-
-
-def options(**changes: Any) -> argparse.Namespace:
-    given = {"out": None, "smoke": True, "progress": None, "first": 0, "share": None, "kinds": gpu_suite.KINDS}
-    return argparse.Namespace(**given | changes)
 
 
 @pytest.mark.slow
@@ -47,43 +40,45 @@ def test_the_suite_runs_every_kernel_at_tiny_sizes(tmp_path: Path) -> None:
     expected = {(op, name) for op in launches for name in ("triton", "reference")}
     assert timed == expected
     last = json.loads(done.stdout.splitlines()[-1])
-    assert last["bench"] == "gpu_suite" and last["measured"] == sum("p50" in record for record in records)
+    assert last["measured"] == sum("p50" in record for record in records) and last["records"] == len(records)
 
 
 def test_a_provider_that_is_wrong_or_fails_is_reported_and_not_timed() -> None:
-    suite = gpu_suite.Suite(options(minutes=1), CPU)
-    case = ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, suite.device))
+    run = Run(CPU, 1.0, None)
+    case = ssd_case(Mixer(2, 16, 16, 1), Size("tiny", 1, 3, torch.float32, CPU))
     right = case.providers["reference"]
 
     def failing(inputs: Inputs) -> torch.Tensor:
         raise MemoryError("no room")
 
     providers = {"reference": right, "wrong": lambda inputs: right(inputs) * 1.001, "failing": failing}
-    suite.run_case(replace(case, providers=providers), torch.float32)
-    found = {record["provider"]: record for record in suite.records}
+    gpu_suite.run_case(run, replace(case, providers=providers), torch.float32)
+    found = {record["provider"]: record for record in run.records}
     assert found["reference"]["correct"] and "p50" in found["reference"]
     assert not found["wrong"]["correct"] and "p50" not in found["wrong"]
     assert not found["failing"]["correct"] and found["failing"]["problem"] == "MemoryError: no room"
-    assert suite.failures == 2
+    assert run.failures == 2
 
 
 def test_the_suite_stops_when_its_time_is_up() -> None:
-    suite = gpu_suite.Suite(options(minutes=0), CPU)
-    time.sleep(0.01)
-    suite.run_kernels()
-    assert [record["bench"] for record in suite.records] == ["unfinished"]
-    assert suite.records[0]["case"].startswith("ssd ")
+    run = Run(CPU, -1.0, None)
+    gpu_suite.run_kernels(run, argparse.Namespace(smoke=True, share=None, kinds=gpu_suite.KINDS))
+    assert [record["bench"] for record in run.records] == ["unfinished"]
+    assert run.records[0]["case"].startswith("ssd ")
 
 
 def test_a_part_that_fails_is_a_record_and_the_run_ends_with_status_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(CPU, 1.0, tmp_path / "records.jsonl")
-    with run.part("kernels"):
+    with run.part(bench="kernels", adds=False):
         raise RuntimeError("the device is dead")
-    run.add({"bench": "steps"})
-    assert run.report("suite", ["title"], [["row"]]) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"bench": "suite", "failures": 1}
+    with run.part(bench="kernels", adds=False):
+        pass
+    with run.part(bench="steps") as record:
+        record |= {"p50": 1.0}
+    assert run.report(["title"], [["row"]]) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == {"records": 2, "failures": 1}
     found = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [(record["bench"], record.get("problem")) for record in found] == [
         ("kernels", "RuntimeError: the device is dead"), ("steps", None)

@@ -17,14 +17,16 @@ import pytest
 import torch
 
 from benchmarks.gpu import run as gpu_run
-from benchmarks.gpu.supervise import Supervisor, Task, read_jsonl, shares
+from benchmarks.gpu.supervise import Supervisor, Task, shares
+from stree.bench.records import read_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 # Eight cases: number 1 ends the process, 3 is killed, 5 hangs; the others append their number to a file.
 COMMAND = """
 import argparse, os, signal, sys, time
 from pathlib import Path
-from benchmarks.gpu.supervise import Progress, append_line
+from benchmarks.gpu.supervise import Progress
+from stree.bench.records import append
 parser = argparse.ArgumentParser()
 for name in ("--progress", "--out"):
     parser.add_argument(name, type=Path)
@@ -41,7 +43,7 @@ for number, case in [*enumerate(range(8)[options.share[0] :: options.share[1]])]
         case 3: os.kill(os.getpid(), signal.SIGKILL)
         case 5: time.sleep(60)
     time.sleep(0.3 if "slow" in options.fault else 0)
-    append_line(options.out, {"case": case})
+    append(options.out, [{"case": case}])
 progress.end(is_over=False)
 """
 
@@ -52,11 +54,11 @@ def supervised(folder: Path, *arguments: str, seconds: float = 60.0, count: int 
     task = Task("toy", command, seconds=1.0, start_seconds=30.0)
     supervisor = Supervisor(folder / "run", time.monotonic() + seconds, {**os.environ, "PYTHONPATH": str(ROOT)})
     supervisor.run(shares(task, count) if count > 1 else [task], count)
-    return read_jsonl(folder / "run")
+    return read_lines(folder / "run")
 
 
 def cases(folder: Path) -> list[int]:
-    return [record["case"] for record in read_jsonl(folder / "out")]
+    return [record["case"] for record in read_lines(folder / "out")]
 
 
 def test_what_crashes_or_hangs_is_a_record_and_the_others_run(tmp_path: Path) -> None:
@@ -105,8 +107,8 @@ def test_a_lost_context_ends_the_process_and_the_records_are_there(
     with pytest.raises(SystemExit, match="1"):
         for case in run.cases("abc"):
             run.add({"bench": case})
-    assert [record["bench"] for record in read_jsonl(tmp_path / "records")] == ["b"]
-    assert read_jsonl(tmp_path / "progress") == [{"case": 1, "name": "b"}]
+    assert [record["bench"] for record in read_lines(tmp_path / "records")] == ["b"]
+    assert read_lines(tmp_path / "progress") == [{"case": 1, "name": "b"}]
 
 
 BROKEN_SUITE = """
@@ -139,13 +141,13 @@ def test_of_a_suite_with_broken_cases_all_other_records_are_there(tmp_path: Path
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     task = Task("suite", (sys.executable, "-c", BROKEN_SUITE, "--smoke", "--out", str(tmp_path)), 15.0, 120.0)
     Supervisor(tmp_path / "first_run.jsonl", time.monotonic() + 400, environment).run([task])
-    *faults, last = read_jsonl(tmp_path / "first_run.jsonl")
+    *faults, last = read_lines(tmp_path / "first_run.jsonl")
     found = {record["case"].split()[0]: record["fault"] for record in faults}
     assert found == {
         "conv": "crashed, exit status 7", "norm": "crashed, signal 9", "rotary": "timed out, 15 s"
     }, json.dumps(faults)  # fmt: skip
     assert last["status"] == "done"
-    records = read_jsonl(tmp_path / "gpu_suite.jsonl")
+    records = read_lines(tmp_path / "gpu_suite.jsonl")
     whole = {"gated_rms_norm", "rms_norm_add", "delta_inputs"}
     right = {(r["bench"], r["provider"]) for r in records if r["correct"] and "p50" in r}
     # Of the wrong one the reference is right; providers of the lost cases that ran before the broken one have none.
