@@ -10,11 +10,9 @@ transformers' own norms, rotary positions and feed-forwards, "after" with the fu
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +23,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 import stree
 from benchmarks.ahead_of_time.launch_counter import LaunchCounter
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
-from benchmarks.report import finish
-from stree.bench.records import Record, environment
+from benchmarks.report import command_line, finish
+from stree.bench.records import Record
 
 FAMILIES = (
     "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2", "qwen3_next", "jamba", "llama",
@@ -169,19 +167,20 @@ def _parts(record: Record) -> str:
 
 def main() -> None:
     """Count all families, with and without fused layers, and print a table and the records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "file of JSON lines, replaced")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--nodes", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="file of JSON lines, replaced")
     options = parser.parse_args()
     if options.nodes < 2:
         parser.error(f"--nodes must be at least 2, got {options.nodes}")
-    env = environment()
-    records: list[Record] = []
-    for family in options.families:
-        for fused_layers in (False, True):
-            records += ({**record, "env": env} for record in count(family, options.nodes, fused_layers=fused_layers))
-    finish(records, options.out, ["family", "layers", "launches a layer before", "after"], rows(records))
+    records = [
+        record
+        for family in options.families
+        for fused_layers in (False, True)
+        for record in count(family, options.nodes, fused_layers=fused_layers)
+    ]
+    titles = ["family", "layers", "launches a layer before", "after"]
+    finish(records, options.out, titles, rows(records), replaces=True)
 
 
 if __name__ == "__main__":

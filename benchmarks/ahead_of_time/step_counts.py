@@ -9,10 +9,8 @@ models.
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,8 +20,8 @@ from triton.runtime.interpreter import InterpretedFunction
 import stree.decode.step
 from benchmarks.ahead_of_time.launch_counter import LaunchCounter  # sets the interpreter up
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu, begun
-from benchmarks.report import finish
-from stree.bench.records import Record, environment
+from benchmarks.report import command_line, finish
+from stree.bench.records import Record
 from stree.growth import Calibrated
 
 SIZES = ((16, 4), (64, 6))  # nodes, root included, and draft calls
@@ -104,17 +102,13 @@ def rows(records: Sequence[Record]) -> Iterator[list[str]]:
 
 def main() -> None:
     """Count all sizes at both temperatures, and print a table and the records."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "file of JSON lines, replaced")
     parser.add_argument("--sizes", nargs="+", default=[f"{nodes}x{depth}" for nodes, depth in SIZES],
                         help="nodes x draft calls; the interpreter is slow on large trees")  # fmt: skip
-    parser.add_argument("--out", type=Path, help="file of JSON lines, replaced")
     options = parser.parse_args()
-    env = environment()
     sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
-    records = [
-        {**count(nodes, depth, temperature), "env": env} for temperature in TEMPERATURES for nodes, depth in sizes
-    ]
-    finish(records, options.out, ["nodes x calls", "T", *PARTS, "loop", "all"], rows(records))
+    records = [count(nodes, depth, temperature) for temperature in TEMPERATURES for nodes, depth in sizes]
+    finish(records, options.out, ["nodes x calls", "T", *PARTS, "loop", "all"], rows(records), replaces=True)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, BambaConfig, Mamba2Config, PreTrainedConfig
 
 import stree
-from benchmarks.studies.memory import published
-from stree.models.native import config_of_native
+from benchmarks.published import WHOLE, whole
 
 __all__ = ["DRAFTERS", "DTYPES", "configurations", "free", "model_of"]
 
@@ -30,22 +29,14 @@ def configurations(smoke: bool) -> dict[str, PreTrainedConfig]:
         drafter = Mamba2Config(num_hidden_layers=1, hidden_size=16, state_size=8, head_dim=16, num_heads=2, n_groups=1,
                                vocab_size=64, chunk_size=16)  # fmt: skip
         return {"tiny-mamba2": small, "tiny-drafter": drafter, "tiny-bamba": hybrid}
-    whole = published()
-    shapes = {"mamba2-2.7b": whole.pop("mamba2-2.7b"), "mamba2-130m": _mamba2(768, 24, 50277)}
-    shapes |= {"Nemotron-H-8B": whole.pop("Nemotron-H-8B"), "mamba2-400m": _mamba2(1024, 40, 131072)}
-    shapes |= {_name(name): _kept(config, KEPT_LAYERS.get(name)) for name, config in whole.items()}
-    shapes["Bamba-9B"] = BambaConfig(attn_layer_indices=[9, 18, 27])  # else the defaults, which are Bamba-9B's
-    return shapes
+    drafters = {"mamba2-130m": _mamba2(768, 24, 50288), "mamba2-400m": _mamba2(1024, 40, 131072)}
+    return {"mamba2-2.7b": whole("mamba2-2.7b"), **drafters} | {_name(name): _kept(name) for name in WHOLE}
 
 
 def _mamba2(width: int, layers: int, vocab: int) -> PreTrainedConfig:
     """Make a Mamba-2 as mamba-ssm's published ones are."""
-    return config_of_native(
-        {
-            "d_model": width, "n_layer": layers, "vocab_size": vocab, "ssm_cfg": {"layer": "Mamba2"}, "rms_norm": True,
-            "pad_vocab_size_multiple": 16, "tie_embeddings": True,
-        }
-    )  # fmt: skip
+    return Mamba2Config(hidden_size=width, num_hidden_layers=layers, num_heads=width // 32, vocab_size=vocab,
+                        n_groups=1, tie_word_embeddings=True)  # fmt: skip
 
 
 def _name(model: str) -> str:
@@ -53,11 +44,12 @@ def _name(model: str) -> str:
     return f"{model}, {KEPT_LAYERS[model]} layers" if model in KEPT_LAYERS else model
 
 
-def _kept(config: PreTrainedConfig, layers: int | None) -> PreTrainedConfig:
-    """Keep the first layers of a model; None keeps all."""
-    if layers is not None:
-        config.num_hidden_layers = layers
-        config.layer_types = config.layer_types[:layers]
+def _kept(model: str) -> PreTrainedConfig:
+    """Keep the first layers of a model, all if it has no entry in ``KEPT_LAYERS``."""
+    config = whole(model)
+    if model in KEPT_LAYERS:
+        config.num_hidden_layers = KEPT_LAYERS[model]
+        config.layer_types = config.layer_types[: KEPT_LAYERS[model]]
     return config
 
 

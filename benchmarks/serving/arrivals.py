@@ -13,23 +13,20 @@ and a queue, so they are not independent, and the intervals are too narrow.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.report import command_line, finish
 from benchmarks.serving.load import chunks, requests, served, speed
-from stree.bench.records import append, environment
 from stree.bench.summary import interval
 
 BUDGETS = {
@@ -118,12 +115,11 @@ def run(rates: Sequence[float], count: int, tokens: int, budgets: Sequence[str])
 
 def main() -> None:
     """Measure and print; append the record to a file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
     parser.add_argument("--rates", default="1,2,4,8", help="requests a second")
     parser.add_argument("--requests", type=int, default=24, help="number at each rate")
     parser.add_argument("--tokens", type=int, default=64, help="of each request")
     parser.add_argument("--budgets", default="chain:4,tree:16,auto", help="compared with plain")
-    parser.add_argument("--out", type=Path, help="file of JSON lines to which the record is appended")
     options = parser.parse_args()
     rates, budgets = [float(rate) for rate in options.rates.split(",")], options.budgets.split(",")
     if min(rates) <= 0 or not BUDGETS.keys() >= {*budgets}:
@@ -132,10 +128,7 @@ def main() -> None:
         parser.error(f"--requests and --tokens must be at least 1, got {options.requests} and {options.tokens}")
     rows = run(rates, options.requests, options.tokens, budgets)
     counts = {"requests": options.requests, "tokens": options.tokens}
-    record = {"bench": "serving-arrivals", "env": environment(), **counts, "rows": rows}
-    if options.out is not None:
-        append(options.out, [record])
-    print(json.dumps(record))
+    finish([{"bench": "serving-arrivals", **counts, "rows": rows}], options.out)
 
 
 if __name__ == "__main__":

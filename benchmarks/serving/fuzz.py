@@ -7,7 +7,6 @@ schemathesis must be importable: pip install schemathesis, or in a folder of its
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import json
@@ -18,8 +17,8 @@ import httpx
 import hypothesis
 import schemathesis
 
+from benchmarks.report import command_line, finish
 from benchmarks.serving.load import served
-from stree.bench.records import environment
 from stree.inputs import load_tokenizer, locate
 
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
@@ -27,9 +26,9 @@ TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content 
 
 def main() -> None:
     """Send the requests and count the answers by status."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
     parser.add_argument("--requests", type=int, default=2000)
-    most = parser.parse_args().requests
+    options = parser.parse_args()
     tokenizer, folder = load_tokenizer(locate("bundled", "target")), tempfile.mkdtemp()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
@@ -39,10 +38,10 @@ def main() -> None:
         failed: list[str] = []
         with httpx.Client(base_url=url, timeout=60) as client:
             for result in schema.get_all_operations():
-                send(result.ok(), most, client, statuses, failed)
+                send(result.ok(), options.requests, client, statuses, failed)
             healthy = client.get("/health").status_code == 200
     found = {"answers": dict(sorted(statuses.items())), "failed": failed[:5], "num_failed": len(failed)}
-    print(json.dumps({"bench": "serving-fuzz", "env": environment(), **found, "alive": healthy}))
+    finish([{"bench": "serving-fuzz", **found, "alive": healthy}], options.out)
 
 
 def send(operation: Any, most: int, client: httpx.Client, statuses: Any, failed: list[str]) -> None:
