@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from stree.bench.records import Record, append, environment, write
+from stree.bench.tables import table
 
-__all__ = ["command_line", "finish", "table"]
+__all__ = ["command_line", "finish"]
 
 
 def command_line(
@@ -19,12 +20,6 @@ def command_line(
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help=out, default=default, required=required)
     return parser
-
-
-def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Lay rows out as a Markdown table."""
-    lines = [titles, ["---"] * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def finish(

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from benchmarks.evidence.parts import Part
 from benchmarks.evidence.running import Evidence, execute, option
-from benchmarks.report import table
 from stree.bench.records import Record, read
-from stree.bench.summary import Ratio, interval_text, summarise
+from stree.bench.summary import Ratio, summarise
+from stree.bench.tables import interval_text, table
 
 __all__ = ["Claim", "agree", "claims", "draw", "repeated"]
 

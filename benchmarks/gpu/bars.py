@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.report import table
 from stree.bench.records import Record, read_lines
-from stree.bench.summary import interval_text
+from stree.bench.tables import interval_text, table
 
 LARGE = ("mamba2-2.7b", "Nemotron-H-8B", "Bamba-9B")
 LEAST, MOST = operator.ge, operator.le

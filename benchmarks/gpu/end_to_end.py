@@ -30,10 +30,10 @@ from benchmarks.gpu.clock import time_graph
 from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, ratios
 from benchmarks.gpu.run import Run, begin, command_line
 from benchmarks.gpu.supervise import is_wrong
-from benchmarks.report import table
 from stree.bench.pair import Pair
 from stree.bench.records import Record, read, read_lines, write
-from stree.bench.summary import interval_text, mean_tau, sum_ratio
+from stree.bench.summary import mean_tau, sum_ratio
+from stree.bench.tables import interval_text, table
 from stree.cli import main as run_stree
 from stree.models.tree_lm import TreeLM
 

@@ -17,6 +17,7 @@ import torch
 from benchmarks import report
 from benchmarks.gpu.supervise import Progress, is_wrong
 from stree.bench.records import Record, append, environment, failure
+from stree.bench.tables import table
 from stree.decode.cuda_graphs import recovering
 
 __all__ = ["Run", "begin", "command_line"]
@@ -142,6 +143,6 @@ class Run:
 
     def report(self, titles: Sequence[str], rows: Iterable[Sequence[object]], **more: object) -> int:
         """Print a table, and a summary as the last line in JSON; return the exit status."""
-        print(report.table(titles, rows))
+        print(table(titles, rows))
         print(json.dumps({"records": len(self.records), **more, "failures": self.failures}))
         return int(self.failures > 0)

@@ -15,12 +15,12 @@ from functools import partial
 
 from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
-from benchmarks.report import table
 from stree.bench.drawing import svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read_lines
 from stree.bench.report import load_runs, plots_of
-from stree.bench.summary import PARTS, Ratio, interval_text
+from stree.bench.summary import PARTS, Ratio
+from stree.bench.tables import interval_text, table
 
 __all__ = ["DOCUMENTS", "PLOTS", "TABLES", "drawn", "filled"]
 

@@ -12,9 +12,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import table
 from stree.bench.report import load_runs
 from stree.bench.summary import PARTS
+from stree.bench.tables import table
 
 __all__ = ["heads_table"]
 

@@ -16,10 +16,11 @@ from stree.bench.directory import read_about
 from stree.bench.drawing import describe, svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read
-from stree.bench.summary import PARTS, interval_text, pool, summarise, verdict_text
+from stree.bench.summary import PARTS, compare, pool, summarise, verdict_text
+from stree.bench.tables import interval_text, table
 from stree.files import replacing
 
-__all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "plots_of", "write_page", "write_plots"]
+__all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "plots_of", "ratio_table", "write_page", "write_plots"]
 
 HEADINGS = {  # column -> heading
     "suite": "suite",
@@ -107,6 +108,25 @@ def markdown(rows: Sequence[Record]) -> str:
     lines[1] = ["-" * width for width in widths]
     padded = [[cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in padded)
+
+
+def ratio_table(path: Path, pairs: Sequence[str]) -> str:
+    """Compare pairs of methods of one run over the prompts of all its suites, as a Markdown table.
+
+    Args:
+        path: directory of the run.
+        pairs: METHOD/METHOD.
+
+    Raises:
+        ValueError: a method that the run does not have, or of which one output is not the target's.
+    """
+    records, rows = read(path / "results.jsonl"), []
+    for pair in pairs:
+        method, _, base = pair.partition("/")
+        for row in compare(records, method, base):
+            ratios = (interval_text(*row[name], digits=2) for name in ("speed", "tokens_per_step"))
+            rows.append([method, base, f"{row['temperature']:g}", *ratios])
+    return table(["method", "over", "T", "speed", "tokens a step"], rows)
 
 
 def write_page(runs: Sequence[LoadedRun], path: Path) -> None:

@@ -14,8 +14,7 @@ from stree.bench.methods import PEERS
 from stree.bench.records import Record
 
 __all__ = [
-    "PARTS", "Ratio", "compare", "interval", "interval_text", "mean_tau", "pool", "sum_ratio",
-    "summarise", "verdict_text",
+    "PARTS", "Ratio", "compare", "interval", "mean_tau", "pool", "sum_ratio", "summarise", "verdict_text",
 ]  # fmt: skip
 
 PARTS = ("draft", "verify", "accept", "commit")
@@ -44,13 +43,6 @@ def interval(statistic: Callable[..., Array], *samples: Sequence[float]) -> Rati
 def sum_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     """Divide the sums of paired samples, one value a prompt, with the interval of ``interval``."""
     return interval(_over, above, below)
-
-
-def interval_text(value: float, low: float | None, high: float | None, *, digits: int = 3) -> str:
-    """Write a value with its interval, where it has one."""
-    if low is None or high is None or low == high:
-        return f"{value:.{digits}f}"
-    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
 def mean_tau(blocks: Iterable[Record]) -> float:

@@ -24,6 +24,9 @@ def add_bench(commands: Any) -> None:
     command = _add(bench, "report", _report, "show one or several runs as a table and one HTML page")
     command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="directory of a run")
     command.add_argument("--markdown", action="store_true", help="only print the table")
+    command.add_argument(
+        "--ratios", nargs="+", metavar="METHOD/METHOD", help="only print ratios of methods over all prompts of a run"
+    )
     command.add_argument("--out", type=Path, default=None, help="where report.html goes; by default the first DIR")
     command.add_argument("--plots", type=Path, default=None, metavar="FOLDER", help="also write plots as SVG files")
     command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
@@ -139,11 +142,15 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 def _report(arguments: argparse.Namespace) -> int:
     """Run ``stree bench report``."""
-    from stree.bench.report import load_runs, write_page, write_plots
+    from stree.bench.report import load_runs, ratio_table, write_page, write_plots
 
-    if arguments.markdown and (arguments.out is not None or arguments.json):
-        raise ValueError("--markdown only prints a table; leave --out and --json out")
+    if (arguments.markdown or arguments.ratios) and (arguments.out is not None or arguments.json):
+        name = "ratios" if arguments.ratios else "markdown"
+        raise ValueError(f"--{name} only prints a table; leave --out and --json out")
     runs = load_runs(arguments.directories)
+    if arguments.ratios:
+        print(*(ratio_table(path, arguments.ratios) for path in arguments.directories), sep="\n")
+        return 0
     written = [] if arguments.plots is None else write_plots(runs, arguments.plots)
     if not arguments.markdown:
         written.append((arguments.out or arguments.directories[0]) / "report.html")

@@ -11,6 +11,7 @@ import pytest
 
 from stree.bench.report import HEADINGS, load_runs, markdown, write_page
 from stree.bench.summary import interval, summarise, verdict_text
+from stree.cli import main
 
 RUN = Path(__file__).resolve().parent / "data_run"
 METHODS = ["plain", "transformers", "mamba-ssm", "chain:1-2", "chain:4", "dyspec:5", "unrolled:static:2,2", "suffix"]
@@ -129,6 +130,17 @@ def test_the_page_and_the_table_show_every_method(rows: Rows, tmp_path: Path) ->
     assert not re.search(r"<script|<link|<img|src=|@import|url\((?!#)|https?://(?!www\.w3\.org/)", page)
     for text in (*METHODS, *HEADINGS.values(), "a processor", "stree bench run"):
         assert text.replace("'", "&#39;") in page, text
+
+
+def test_ratios_of_two_methods_are_over_the_prompts_of_all_suites(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "report", str(RUN), "--ratios", "suffix/plain", "plain/plain"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[:3] for line in lines[2:]] == [
+        ["| suffix", "plain", "0"], ["| suffix", "plain", "0.8"], ["| plain", "plain", "0"], ["| plain", "plain", "0.8"]
+    ]  # fmt: skip
+    assert lines[0] == "| method | over | T | speed | tokens a step |" and lines[-1].endswith("| 1.00 | 1.00 |")
+    assert main(["bench", "report", str(RUN), "--ratios", "suffix/other"]) == 2
+    assert "got other" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

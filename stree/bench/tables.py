@@ -1,0 +1,20 @@
+"""Figures and tables as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+__all__ = ["interval_text", "table"]
+
+
+def interval_text(value: float, low: float | None, high: float | None, *, digits: int = 3) -> str:
+    """Write a value with its interval, where it has one."""
+    if low is None or high is None or low == high:
+        return f"{value:.{digits}f}"
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Lay rows out as a Markdown table."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
