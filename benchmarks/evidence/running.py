@@ -93,25 +93,14 @@ class Evidence:
         """Whether a part's records are complete; what was made for them on the way may be gone."""
         return all(self.is_done(command) for command in part.commands if option(command, "--out").startswith("{out}"))
 
-    def minutes_left(self, parts: Sequence[Part]) -> float:
-        """Estimate the minutes of unfinished parts from their stated ones and how the finished ones went."""
-        spent, stated = 0.0, 0.0
-        for part in filter(self.is_finished, parts):
-            spent += sum(line["seconds"] for line in read_lines(self.ledger) if line["command"] in part.commands) / 60
-            stated += part.minutes
-        left = sum(part.minutes for part in parts if not self.is_finished(part))
-        return left * (spent / stated if stated else 1.0)
-
     def run(self, parts: Sequence[Part]) -> int:
         """Run all commands that are not done; a part whose command fails is left, and the others are run."""
-        failed = []
-        for part in parts:
-            todo = [other.name for other in parts if not self.is_finished(other) and other.name not in failed]
-            if part.name in todo:
-                minutes = self.minutes_left(parts)
-                say(f"{part.name} ({part.claim}); parts left: {len(todo)}, about {minutes:.0f} minutes")
-                if not all(self.is_done(command) or self.run_command(part.name, command) for command in part.commands):
-                    failed.append(part.name)
+        failed, todo = [], [part for part in parts if not self.is_finished(part)]
+        for number, part in enumerate(todo):
+            left = todo[number:]
+            say(f"{part.name} ({part.claim}); parts left: {len(left)}, {sum(one.minutes for one in left):.0f} minutes")
+            if not all(self.is_done(command) or self.run_command(part.name, command) for command in part.commands):
+                failed.append(part.name)
         say(f"failed: {', '.join(failed)}" if failed else "all parts are finished")
         return int(bool(failed))
 

@@ -28,6 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
 BLOCK = re.compile(r"(?<=<!-- table )([\w-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
+HEADS = ("model", "mtp", "eagle3", "dflash")
 SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "mt_bench": "MT-Bench"}
 HEADINGS = {  # of methods whose name alone does not say what they are
     "transformers-lookup:10": "transformers, prompt lookup",
@@ -88,6 +89,24 @@ def by_method(run: str) -> str:
         cells = [tau(row), f"{row['step_ms'][0]:.1f}", _text(row["over_plain"])]
         lines[row["method"]] = lines.get(row["method"], []) + cells
     return table(["method", *titles], [[name, *cells] for name, cells in lines.items()])
+
+
+def by_drafter() -> str:
+    """Show the runs of draft heads: tau by suite, its mean and that over the first method's, and times of a step."""
+    lines = []
+    for run in load_runs([RESULTS / "heads" / name for name in HEADS]):
+        first: dict[float, float] = {}
+        for row in sorted(run.pooled, key=lambda row: row["temperature"]):
+            method, temperature = row["method"], row["temperature"]
+            taus = [r["tau"] for r in run.rows if (r["method"], r["temperature"]) == (method, temperature)]
+            mean = sum(taus) / len(taus)
+            over = mean / first.setdefault(temperature, mean)
+            whole = sum(row[f"{part}_ms"] for part in PARTS)
+            figures = [f"{one:.1f}" for one in (row["draft_calls"], row["draft_ms"], whole)]
+            names = [run.name, method, f"{temperature:g}", " / ".join(f"{one:.2f}" for one in taus)]
+            lines.append([*names, f"{mean:.2f}", f"{over:.2f}", *figures])
+    titles = ["drafter", "method", "T", "tau by suite", "tau", "over the first", "draft calls", "draft ms", "step ms"]
+    return table(titles, lines)
 
 
 def by_batch() -> str:
@@ -153,6 +172,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by name
     **{f"{run}-tau": partial(by_suite, run, tau) for run in ("speed", "context", "smollm2-head", "smollm2-context")},
     **{f"{run}-parts": partial(by_suite, run, parts) for run in ("speed", "context", "smollm2-context")},
     **{run: partial(by_method, run) for run in ("nodes", "smollm2-nodes", "smollm2-drafter")},
+    "heads": by_drafter,
     "positions": by_position,
     "batch": by_batch,
     "arrivals": by_rate,

@@ -25,7 +25,7 @@ from benchmarks.evidence import draw, running
 from benchmarks.evidence.parts import PARTS, Part
 from benchmarks.evidence.running import Evidence, option
 from stree.bench.methods import parse_methods
-from stree.bench.records import ROOT, read_lines
+from stree.bench.records import ROOT
 from stree.cli.bench import add_bench
 from stree.cli.distill import add_distill
 from stree.cli.trim_vocab import add_trim_vocab
@@ -123,14 +123,6 @@ def test_what_was_made_on_the_way_is_made_again_only_for_records_that_are_missin
     assert evidence.run([part]) == 0 and ran(tmp_path) == ""
     (tmp_path / "out" / "a1").rmdir()
     assert evidence.run([part]) == 0 and ran(tmp_path) == "a0 a1"
-
-
-def test_the_time_left_follows_from_how_finished_parts_went(tmp_path: Path, evidence: Evidence) -> None:
-    parts = [part_of(tmp_path, name, 0) for name in "abc"]
-    assert evidence.minutes_left(parts) == 6
-    evidence.run(parts[:1])
-    seconds = read_lines(evidence.ledger)[0]["seconds"]
-    assert evidence.minutes_left(parts) == pytest.approx(4 * seconds / 120)
 
 
 def test_an_interrupt_ends_the_command_and_only_then_the_program(tmp_path: Path) -> None:
