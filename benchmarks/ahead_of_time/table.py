@@ -29,7 +29,8 @@ import triton
 
 from benchmarks.ahead_of_time.faults import NARROW, faults
 from benchmarks.ahead_of_time.launches import TARGET, Build
-from stree.bench.records import ROOT, Record, append
+from benchmarks.report import command_line
+from stree.bench.records import ROOT, Record, write
 
 FIGURES = ("registers", "spill_bytes", "shared_bytes")
 MOST_SPILLED = 16  # bytes a thread that do not count: a store and a load or two, beside hundreds of registers
@@ -141,16 +142,14 @@ def main() -> int:
     kernels = len({build.name for build in builds})
     print(f"{len(builds)} builds of {kernels} kernels under {len(compiled)} Tritons: {num_problems} problems")
     if options.out:
-        options.out.unlink(missing_ok=True)
-        append(options.out, [{"sources": sources()}, *(records if options.tests is None else summaries(records))])
+        write(options.out, [{"sources": sources()}, *(records if options.tests is None else summaries(records))])
     return int(num_problems > 0)
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "file of JSON lines, replaced")
     parser.add_argument("--tests", nargs="*", help="compile what these tests launch; without names all tests")
     parser.add_argument("--triton", nargs="+", type=Path, default=[], help="folders of further versions of Triton")
-    parser.add_argument("--out", type=Path, help="file of JSON lines, replaced")
     return parser.parse_args()
 
 

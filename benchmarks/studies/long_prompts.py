@@ -9,11 +9,11 @@ lengths end at the same places, so that the text to continue is the same.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.report import command_line
 from benchmarks.training.data import read_file
 from stree.bench.smollm2 import prepared
 from stree.inputs import load_tokenizer, locate
@@ -52,13 +52,12 @@ def held_out_tokens(target: str, corpus: Path, kind: str) -> list[int]:
 
 def main() -> None:
     """Write the files."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = command_line(__doc__, "folder of the files", required=True)
     parser.add_argument("--target", default="bundled", help="whose tokens are counted")
     parser.add_argument("--tokens", default="500,2000", help="lengths of the passages")
     parser.add_argument("--count", type=int, default=6, help="prompts of each length, an even number")
     parser.add_argument("--request", action="store_true", help="ask for a summary; else the passage is continued")
     parser.add_argument("--corpus", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     lengths = [int(length) for length in arguments.tokens.split(",")]
     tokenizer = load_tokenizer(locate(prepared(arguments.target), "target"))

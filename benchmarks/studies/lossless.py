@@ -12,12 +12,10 @@ again.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import sys
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from scipy import stats
 from torch import Tensor
 
 import stree
+from benchmarks.report import command_line
 from stree import growth as growths
 from stree.bench.records import append, read_lines, write
 from stree.drafters import Drafter, FusedDrafter, ModelDrafter, SuffixDrafter
@@ -162,8 +161,7 @@ def record(name: str, verifier: str, temperature: float, samples: int) -> dict[s
 
 def main() -> None:
     """Measure every pair that is not recorded yet."""
-    parser = argparse.ArgumentParser(description="Test sampled texts, every growth with every verifier.")
-    parser.add_argument("--out", type=Path, required=True, help="folder of lossless.jsonl")
+    parser = command_line(__doc__, "folder of lossless.jsonl", required=True)
     parser.add_argument("--samples", type=int, default=SAMPLES, help=f"texts a test, a multiple of {BATCH}")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

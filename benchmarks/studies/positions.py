@@ -11,7 +11,6 @@ short context.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Sequence
@@ -20,8 +19,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.report import command_line, finish
 from benchmarks.studies.long_prompts import held_out_tokens, passages
-from stree.bench.records import Record, append, environment
+from stree.bench.records import Record
 from stree.inputs import ASSETS
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
@@ -83,23 +83,20 @@ def measure(target: Path, corpus: Path, tokens: int, count: int) -> Record:
 
 def main() -> None:
     """Make the copy, or measure and append the record."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, "folder of the copy, or file of JSON lines", required=True)
     parser.add_argument("what", choices=("copy", "loss"))
     parser.add_argument("--positions", type=int, default=1 << 16, help="of the copy")
     parser.add_argument("--target", type=Path, default=ASSETS / "target")
     parser.add_argument("--corpus", type=Path, help="folder of english.jsonl.zst")
     parser.add_argument("--tokens", type=int, default=1 << 15, help="of a passage")
     parser.add_argument("--passages", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the copy, or file of JSON lines")
-    arguments = parser.parse_args()
-    if arguments.what == "copy":
-        with_positions(arguments.target, arguments.positions, arguments.out)
-        return
-    if arguments.corpus is None:
+    options = parser.parse_args()
+    if options.what == "copy":
+        with_positions(options.target, options.positions, options.out)
+    elif options.corpus is None:
         parser.error("loss needs --corpus")
-    record = measure(arguments.target, arguments.corpus, arguments.tokens, arguments.passages)
-    print(json.dumps(record))
-    append(arguments.out, [{**record, "env": environment()}])
+    else:
+        finish([measure(options.target, options.corpus, options.tokens, options.passages)], options.out)
 
 
 if __name__ == "__main__":

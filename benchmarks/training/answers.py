@@ -10,7 +10,6 @@ and no passage is held out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.report import command_line
 from benchmarks.training.data import read_file
 from stree import Sampling, generate
 from stree.bench.pair import Pair
@@ -51,11 +51,10 @@ def requests(data: Path, seed: int = 0) -> Iterator[str]:
 
 def main() -> None:
     """Write the file, one JSON line an answer, request and template included."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser = command_line(__doc__, "file of JSON lines, replaced", required=True)
     parser.add_argument("--target", default="smollm2")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=4.0)
-    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     pair = Pair.load(arguments.target, "none", dtype="bfloat16")
     end, wanted, number = time.monotonic() + 60 * arguments.minutes, requests(arguments.data), 0

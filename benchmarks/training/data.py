@@ -19,7 +19,7 @@ from rich.progress import track
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from stree.distill.text import pack
+from stree.distill.text import encode
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -143,13 +143,6 @@ def train_tokenizer(documents: Sequence[Document], vocab_size: int, characters: 
 
 def encode_streams(documents: Sequence[Document], tokenizer: PreTrainedTokenizerFast) -> dict[str, np.ndarray]:
     """Encode the training documents of every kind into one packed stream a kind."""
-    backend, eos = tokenizer.backend_tokenizer, int(tokenizer.eos_token_id)
-    streams = {}
-    for kind in MIXTURE:
-        texts = [d.text for d in documents if d.kind == kind and not d.held_out]
-        encoded = []
-        for start in track(range(0, len(texts), 64), f"encode {kind}", console=Console(stderr=True)):
-            encoded += [e.ids for e in backend.encode_batch_fast(texts[start : start + 64])]
-        if encoded:
-            streams[kind] = pack(encoded, eos)
-    return streams
+    texts = {kind: [d.text for d in documents if d.kind == kind and not d.held_out] for kind in MIXTURE}
+    eos, size = int(tokenizer.eos_token_id), len(tokenizer)
+    return {kind: encode(each, tokenizer, size, eos) for kind, each in texts.items() if each}
