@@ -146,6 +146,15 @@ class DecodeState:
         self.lengths.zero_()
         self.length_bound, self.pending_tree, self.is_inconsistent = 0, None, False
 
+    def reset_rows(self, rows: Sequence[int]) -> None:
+        """Empty some sequences; no tensor is replaced, and a pending tree is dropped."""
+        self.apply_deferred()
+        self.pending_tree = None  # the rows' stash is overwritten, too
+        index = torch.tensor(rows, device=self.lengths.device)
+        for stack in self.stacks.values():
+            stack.reset_rows(index)
+        self.lengths[index] = 0
+
     @contextmanager
     def changing(self) -> Iterator[None]:
         """Mark the state as inconsistent if the body raises."""

@@ -17,29 +17,10 @@ from torch import Tensor
 from stree.kernels.dispatch import uses_triton
 from stree.kernels.tiles import padded
 
-__all__ = ["DeferredPath", "Drafted", "copy_rows", "defer_path", "path_on_columns", "path_on_nodes"]
+__all__ = ["DeferredPath", "copy_rows", "defer_path", "path_on_columns", "path_on_nodes"]
 
 ROW_COLUMNS = 256  # of a row that a program copies
 MOST_SOURCES = 3  # whose rows are copied in one launch
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Drafted:
-    """A draft model's tree, of whose accepted path the last node may not have been run.
-
-    Attributes:
-        order: int64[batch, n], number of each proposed node while the tree grew, or None: the same.
-        tokens: int64[batch, columns].
-        has_leaf: bool[batch], whether the tree begins with a leaf; hereafter whether the next one does.
-        leaf: int64[batch], its token.
-        num_run: columns that were run.
-    """
-
-    order: Tensor | None
-    tokens: Tensor
-    has_leaf: Tensor
-    leaf: Tensor
-    num_run: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,54 +36,40 @@ class DeferredPath:
     lengths: Tensor
 
 
-def path_on_columns(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
-    """Map an accepted path to columns of a draft model's tree, and keep its leaf where that was never run.
+def path_on_columns(path: Tensor, path_lengths: Tensor, numbers: Tensor | None, num_run: int) -> tuple[Tensor, Tensor]:
+    """Map an accepted path to the columns of a draft model's tree that it commits.
 
-    The tree begins with the chain [leaf, pending] where there is a leaf, else with [pending]; node i > 0 is in
-    column i + 1.
+    The tree begins with the last token before the root, which is committed in place of the path's last node; the node
+    of number i is column i + 1.  What follows a node that was not run is not committed either.
 
     Args:
-        path: int32[batch, m], accepted nodes from the root down.
+        path: int32[batch, m], accepted nodes from the root down; entries past the length may hold anything below n.
         path_lengths: int32[batch], 0 for a sequence that takes no part.
-        drafted: the tree; its leaf is written to.
+        numbers: int64[batch, n], of each node while the tree grew, -1 where it was not in it; None: 0, 1, 2, ...
+        num_run: columns that were run.
 
     Returns:
-        int32[batch, m + 1] columns to commit and int32[batch] how many of them.
+        int32[batch, m] columns and int32[batch] how many of them are committed.
     """
-    if uses_triton(drafted.tokens):
-        return _path_in_one(path, path_lengths, drafted)
-    order, tokens, has_leaf, leaf = drafted.order, drafted.tokens, drafted.has_leaf, drafted.leaf
-    nodes = path.long().clamp(min=0)
-    if order is not None:
-        nodes = order.gather(1, nodes)
-    is_live, lead = path_lengths > 0, has_leaf.long()
-    columns = torch.where(nodes > 0, nodes + 1, lead[:, None])
-    last = columns.gather(1, (path_lengths.long() - 1).clamp(min=0)[:, None])
-    is_unrun = (last.squeeze(1) >= drafted.num_run) & is_live
-    place = torch.arange(path.shape[1] + 1, device=path.device) - lead[:, None]  # shifted where the leaf goes first
-    full = columns.gather(1, place.clamp(0, path.shape[1] - 1)).masked_fill(place < 0, 0)
-    count = torch.where(is_live, path_lengths + lead - is_unrun.long(), 0)
-    leaf.copy_(torch.where(is_unrun, tokens.gather(1, last).squeeze(1), leaf))
-    has_leaf.copy_(torch.where(is_live, is_unrun, has_leaf))
-    return full.to(torch.int32), count.to(torch.int32)
-
-
-def _path_in_one(path: Tensor, path_lengths: Tensor, drafted: Drafted) -> tuple[Tensor, Tensor]:
-    """Do the same in one launch."""
-    from stree.kernels.step.kernel import columns_kernel
-
     batch, m = path.shape
-    path, tokens = _rows_of(path), _rows_of(drafted.tokens)
-    order = None if drafted.order is None else _rows_of(drafted.order)
-    full, count = path.new_empty(batch, m + 1), path.new_empty(batch)
-    with torch.cuda.device_of(tokens):
-        columns_kernel[(batch,)](
-            path, path_lengths.contiguous(), order, tokens, drafted.has_leaf.view(torch.int8), drafted.leaf, full,
-            count, m, drafted.num_run, tokens.stride(0), path.stride(0), 0 if order is None else order.stride(0),
-            PLACES=padded(m + 1),
-            num_warps=1,
-        )  # fmt: skip
-    return full, count
+    if uses_triton(path):
+        from stree.kernels.step.kernel import columns_kernel
+
+        path, numbers = _rows_of(path), None if numbers is None else _rows_of(numbers)
+        columns, count = path.new_empty(batch, m), path.new_empty(batch)
+        with torch.cuda.device_of(path):
+            columns_kernel[(batch,)](
+                path, path_lengths.contiguous(), numbers, columns, count, m, num_run, path.stride(0),
+                0 if numbers is None else numbers.stride(0), PLACES=padded(m), num_warps=1,
+            )  # fmt: skip
+        return columns, count
+    nodes = path[:, :-1].clamp(min=0)
+    if numbers is not None:
+        nodes = numbers.gather(1, nodes.long()).to(torch.int32)
+    columns = F.pad(nodes + 1, (1, 0))
+    is_run = F.pad((nodes >= 0) & (nodes + 1 < num_run), (1, 0), value=True)
+    count = (is_run & (torch.arange(m, device=path.device) < path_lengths[:, None])).sum(1, dtype=torch.int32)
+    return columns, count
 
 
 def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, Tensor]:

@@ -49,36 +49,21 @@ def emit_kernel(
     tl.store(report_ptr + m + 2, unusable.to(tl.int64))
 
 
-@triton.jit
-def _columns(path_ptr, order_ptr, place, wanted, lead):
-    """Return the columns of a path's nodes."""
-    node = tl.maximum(tl.load(path_ptr + place, wanted, 0), 0)
-    if order_ptr is not None:
-        node = tl.load(order_ptr + node, wanted, 0).to(tl.int32)
-    return tl.where(node > 0, node + 1, lead)
-
-
-@jit(fuses=False, do_not_specialize=["m", "num_run", "stride_t", "stride_p", "stride_o"])
+@jit(fuses=False, do_not_specialize=["m", "num_run", "stride_p", "stride_n"])
 def columns_kernel(
-    path_ptr, lengths_ptr, order_ptr, tokens_ptr, has_leaf_ptr, leaf_ptr, full_ptr, count_ptr, m, num_run, stride_t,
-    stride_p, stride_o, PLACES: tl.constexpr,
+    path_ptr, lengths_ptr, number_ptr, columns_ptr, count_ptr, m, num_run, stride_p, stride_n, PLACES: tl.constexpr
 ):  # fmt: skip
-    """Map an accepted path to columns of a draft model's tree, and keep the leaf not run; grid (batch)."""
+    """Map an accepted path to the columns of a draft model's tree that it commits; grid (batch)."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, PLACES)
-    length, lead = tl.load(lengths_ptr + row), tl.load(has_leaf_ptr + row).to(tl.int32)
-    path_ptr += row * stride_p
-    own_ptr = order_ptr
-    if order_ptr is not None:
-        own_ptr = order_ptr + row * stride_o
-    is_live = length > 0
-    last = _columns(path_ptr, own_ptr, tl.maximum(length - 1, 0), m > 0, lead)
-    is_unrun = is_live & (last >= num_run)
-    column = _columns(path_ptr, own_ptr, tl.maximum(tl.minimum(place - lead, m - 1), 0), place <= m, lead)
-    tl.store(full_ptr + row * (m + 1) + place, tl.where(place < lead, 0, column), place <= m)
-    tl.store(count_ptr + row, tl.where(is_live, length + lead - is_unrun.to(tl.int32), 0))
-    tl.store(leaf_ptr + row, tl.load(tokens_ptr + row * stride_t + last, is_unrun, 0), is_unrun)
-    tl.store(has_leaf_ptr + row, is_unrun.to(tl.int8), is_live)
+    inside = place < m
+    node = tl.maximum(tl.load(path_ptr + row * stride_p + place - 1, inside & (place > 0), 0), 0)
+    if number_ptr is not None:
+        node = tl.load(number_ptr + row * stride_n + node, inside, 0).to(tl.int32)
+    column = tl.where(place > 0, node + 1, 0)
+    is_run = (place == 0) | ((column > 0) & (column < num_run))
+    tl.store(columns_ptr + row * m + place, column, inside)
+    tl.store(count_ptr + row, tl.sum((is_run & (place < tl.load(lengths_ptr + row))).to(tl.int32), 0))
 
 
 @jit(fuses=False, do_not_specialize=["m", "n", "stride_p"])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.dispatch import backend_of, check_launch, uses_triton
+from stree.kernels.step.texts import Seen
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.tree_growth import reference
 from stree.kernels.tree_growth.operands import (
@@ -116,21 +117,19 @@ def rate_by_table(table: Table, given: Children) -> Ratings:
     return reference.rate_by_table(table, given)
 
 
-def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
-    """Lay out the columns of a tree that begins to grow.
+def begin(seen: Seen, room: int) -> Columns:
+    """Lay out the columns of a tree that begins to grow, with the last two tokens of every text.
 
     Args:
-        pending: int64[batch], tokens of the roots.
-        leaf: int64[batch], tokens before them, columns of their own where there is one.
-        has_leaf: bool[batch].
+        seen: the texts; none is empty.
         room: columns.
     """
-    if not uses_triton(pending):
-        return reference.begin(pending, leaf, has_leaf, room)
-    check_launch("begin", pending)
+    if not uses_triton(seen.pending):
+        return reference.begin(seen, room)
+    check_launch("begin", seen.pending)
     from stree.kernels.tree_growth import columns_kernel
 
-    return columns_kernel.begin(pending, leaf, has_leaf, room)
+    return columns_kernel.begin(seen, room)
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:

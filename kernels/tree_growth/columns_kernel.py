@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stree.kernels.jit import jit
+from stree.kernels.step.texts import Seen
 from stree.kernels.tiles import padded
 from stree.kernels.tree_growth.operands import Appended, Chosen, Columns, Layout, Proposed
 
@@ -39,9 +40,9 @@ def _count_greater(values, others):
     return tl.sum((others[None, :] > values[:, None]).to(tl.int32), 1)
 
 
-@jit(fuses=False, do_not_specialize=["room"])
+@jit(fuses=False, do_not_specialize=["room", "stride_x"])
 def begin_kernel(
-    pending_ptr, leaf_ptr, flag_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, room,
+    text_ptr, lengths_ptr, pending_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, room, stride_x,
     NODES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Lay out the columns of a tree that begins to grow; grid (blocks of columns, batch)."""
@@ -49,19 +50,17 @@ def begin_kernel(
     column = tl.program_id(0) * NODES + tl.arange(0, NODES)
     lane = tl.arange(0, COLUMNS)
     inside = column < room
-    lead = (tl.load(flag_ptr + batch) != 0).to(tl.int32)
-    pending = tl.load(pending_ptr + batch)
-    tl.store(lead_ptr + batch + column, lead.to(tl.int64), column == 0)  # by one program
-    first = tl.where(lead > 0, tl.load(leaf_ptr + batch), pending)
+    last = tl.load(text_ptr + batch * stride_x + tl.load(lengths_ptr + batch) - 1)
+    token = tl.where(column == 0, last, tl.where(column == 1, tl.load(pending_ptr + batch), 0))
     row = batch * room + column
-    tl.store(tokens_ptr + row, tl.where(column == 0, first, tl.where(column == 1, pending * lead, 0)), inside)
-    tl.store(parents_ptr + row, tl.where(column == 1, lead - 1, -1), inside)
-    tl.store(depths_ptr + row, tl.where(column == 1, lead, 0), inside)
+    tl.store(tokens_ptr + row, token, inside)
+    tl.store(parents_ptr + row, tl.where(column == 1, 0, -1), inside)
+    tl.store(depths_ptr + row, tl.where(column == 1, 1, 0), inside)
     node = batch * (room - 1) + column
     tl.store(values_ptr + node, tl.full((NODES,), 1.0, tl.float32), column < room - 1)
     for start in range(0, room, COLUMNS):
         other = start + lane
-        link = ((column == 1) & (column == lead))[:, None] & (other == 0)[None, :]
+        link = (column == 1)[:, None] & (other == 0)[None, :]
         pairs = inside[:, None] & (other < room)[None, :]
         tl.store(mask_ptr + row[:, None] * room + other[None, :], (column[:, None] == other[None, :]) | link, pairs)
 
@@ -73,7 +72,7 @@ def begin_kernel(
     ]
 )  # fmt: skip
 def append_kernel(
-    slots_ptr, taken_ptr, rating_ptr, offered_ptr, lead_ptr, left_ptr,
+    slots_ptr, taken_ptr, rating_ptr, offered_ptr, left_ptr,
     tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr, value_ptr, above_ptr, leaf_ptr,
     count, width, ranks, slots, frontier, size, room, num_nodes, stride_slots_b,
     PRUNES: tl.constexpr, NODES: tl.constexpr, COLUMNS: tl.constexpr,
@@ -107,7 +106,7 @@ def append_kernel(
             is_one = tl.load(taken_ptr + start + lane, start + lane < count, 0) != 0
             left -= tl.sum(is_one.to(tl.int64), 0)
         tl.store(left_ptr + batch, left)
-    column = tl.where(frontier > 0, slot // ranks + frontier, tl.load(lead_ptr + batch).to(tl.int32))
+    column = slot // ranks + frontier
     token = tl.load(offered_ptr + batch * slots + slot, given, 0)
     tl.debug_barrier()  # no thread reads any more what is written below
     tl.store(value_ptr + batch * count + node, value, given)
@@ -130,7 +129,7 @@ def append_kernel(
 
 @jit(fuses=False, do_not_specialize=["count", "room"])
 def cut_kernel(
-    kept_ptr, lead_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr,
+    kept_ptr, tokens_ptr, parents_ptr, depths_ptr, mask_ptr, values_ptr,
     token_ptr, parent_ptr, depth_ptr, ancestor_ptr, value_ptr, row_ptr, count, room,
     NODES: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -139,19 +138,14 @@ def cut_kernel(
     place = tl.program_id(0) * NODES + tl.arange(0, NODES)
     lane = tl.arange(0, COLUMNS)
     inside = place < count
-    lead = tl.load(lead_ptr + batch).to(tl.int32)
     node = place
     if kept_ptr is not None:
         node = tl.load(kept_ptr + batch * count + place, inside, 0).to(tl.int32)
     out = batch * count + place
     column = batch * room + node + 1
-    parent = tl.load(parents_ptr + column, inside & (node > 0), -1)
-    is_node = parent >= 0
-    above = tl.where(is_node, tl.maximum(parent - 1, 0), -1)
-    depth = tl.load(depths_ptr + column, inside & (node > 0), 0)
-    tl.store(depth_ptr + out, tl.where(is_node, depth - lead, depth), inside)
-    token = tl.load(tokens_ptr + tl.where(node > 0, column, batch * room + lead), inside, 0)
-    tl.store(token_ptr + out, token, inside)
+    above = tl.maximum(tl.load(parents_ptr + column, inside, -1) - 1, -1)
+    tl.store(depth_ptr + out, tl.maximum(tl.load(depths_ptr + column, inside, 0) - 1, 0), inside)
+    tl.store(token_ptr + out, tl.load(tokens_ptr + column, inside, 0), inside)
     tl.store(value_ptr + out, tl.load(values_ptr + batch * (room - 1) + node, inside, 0.0), inside)
     tl.store(row_ptr + out, above, inside)
     found = place * 0 - 1
@@ -161,12 +155,10 @@ def cut_kernel(
         other = at
         if kept_ptr is not None:
             other = tl.load(kept_ptr + batch * count + at, at < count, -2).to(tl.int32)
-        found += tl.sum(tl.where(is_node[:, None] & (other[None, :] == above[:, None]), at[None, :] + 1, 0), 1)
+        found += tl.sum(tl.where((above >= 0)[:, None] & (other[None, :] == above[:, None]), at[None, :] + 1, 0), 1)
         pairs = inside[:, None] & (at < count)[None, :]
-        lower = pairs & (node > 0)[:, None] & (other > 0)[None, :]
-        seen = tl.load(mask_ptr + (node + 1)[:, None] * room + (other + 1)[None, :], lower, 0) != 0
-        root = (other == 0)[None, :] & (is_node | (node == 0))[:, None]
-        tl.store(ancestor_ptr + out[:, None] * count + at[None, :], seen | root, pairs)
+        seen = tl.load(mask_ptr + (node + 1)[:, None] * room + (other + 1)[None, :], pairs, 0) != 0
+        tl.store(ancestor_ptr + out[:, None] * count + at[None, :], seen, pairs)
     tl.store(parent_ptr + out, found, inside)
 
 
@@ -187,28 +179,28 @@ def select_kernel(
         place = tl.cumsum(is_kept.to(tl.int32), 0) - 1
     else:
         parent = tl.load(parents_ptr + batch * room + node + 1, inside, -1)
-        is_node = inside & ((parent >= 0) | (node == 0))
+        is_node = inside & (parent >= 0)
         before = tl.cumsum(is_node.to(tl.int32), 0)
         place = tl.where(is_node, before - 1, tl.sum(is_node.to(tl.int32), 0) + node - before)
         is_kept = inside & (place < count)
     tl.store(kept_ptr + batch * count + place, node.to(tl.int64), is_kept)
 
 
-def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
+def begin(seen: Seen, room: int) -> Columns:
     """Lay out columns; see `stree.kernels.tree_growth.api`."""
-    batch = len(pending)
+    pending, batch = seen.pending, len(seen.pending)
+    tokens = seen.tokens if seen.tokens.stride(1) == 1 else seen.tokens.contiguous()
     columns = Columns(
-        lead=pending.new_empty(batch),
         tokens=pending.new_empty(batch, room),
         parents=pending.new_empty(batch, room, dtype=torch.int32),
         depths=pending.new_empty(batch, room, dtype=torch.int32),
-        mask=has_leaf.new_empty(batch, room, room),
+        mask=pending.new_empty(batch, room, room, dtype=torch.bool),
         values=pending.new_empty(batch, room - 1, dtype=torch.float32),
     )
     with torch.cuda.device_of(pending):
         begin_kernel[(-(-room // NODES), batch)](
-            pending.contiguous(), leaf.contiguous(), has_leaf.contiguous(), columns.lead, columns.tokens,
-            columns.parents, columns.depths, columns.mask, columns.values, room,
+            tokens, seen.lengths.contiguous(), pending.contiguous(), columns.tokens, columns.parents,
+            columns.depths, columns.mask, columns.values, room, tokens.stride(0),
             NODES=NODES, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip
     return columns
@@ -225,7 +217,7 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
     with torch.cuda.device_of(left):  # Triton launches on the current device, wherever the tensors are
         append_kernel[(-(-count // NODES), batch)](
             chosen.slots, chosen.is_taken.contiguous(), chosen.value.float().contiguous(), chosen.tokens.contiguous(),
-            columns.lead, left, columns.tokens, columns.parents, columns.depths, columns.mask, columns.values,
+            left, columns.tokens, columns.parents, columns.depths, columns.mask, columns.values,
             value, column, leaf, count, layout.width, chosen.tokens.shape[2], chosen.value[0].numel(), layout.frontier,
             layout.size, room, layout.num_nodes or 0, chosen.slots.stride(0),
             PRUNES=layout.num_nodes is not None, NODES=NODES, COLUMNS=COLUMNS, num_warps=4,
@@ -260,8 +252,8 @@ def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
     )
     with torch.cuda.device_of(columns.tokens):
         cut_kernel[(-(-count // NODES), batch)](
-            None if kept is None else kept.contiguous(), columns.lead,
-            columns.tokens, columns.parents, columns.depths, columns.mask, columns.values,
+            None if kept is None else kept.contiguous(), columns.tokens,
+            columns.parents, columns.depths, columns.mask, columns.values,
             made.tokens, made.parents, made.depths, made.mask, made.values, made.rows, count, room,
             NODES=NODES, COLUMNS=COLUMNS, num_warps=4,
         )  # fmt: skip

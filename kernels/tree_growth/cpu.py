@@ -43,7 +43,7 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
     values = torch.empty(batch, count, dtype=chosen.value.dtype)
     column, tokens = torch.empty(batch, count, dtype=torch.long), torch.empty(batch, count, dtype=torch.long)
     width = _append(
-        *(part.numpy() for part in (columns.lead, columns.tokens, columns.parents, columns.depths, columns.mask)),
+        *(part.numpy() for part in (columns.tokens, columns.parents, columns.depths, columns.mask)),
         *(part.numpy() for part in (columns.values, left)),
         *(part.contiguous().numpy() for part in (chosen.slots, chosen.is_taken)),
         *(part.flatten(1).contiguous().numpy() for part in (chosen.value, chosen.tokens)),
@@ -56,8 +56,8 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
 
 @compiled
 def _append(
-    lead: Array, all_tokens: Array, parents: Array, depths: Array, mask: Array, all_values: Array,
-    left: Array, slots: Array, is_taken: Array, value: Array, token: Array, ranks: int, width: int,
+    all_tokens: Array, parents: Array, depths: Array, mask: Array, all_values: Array, left: Array,
+    slots: Array, is_taken: Array, value: Array, token: Array, ranks: int, width: int,
     frontier: int, size: int, num_nodes: int, is_cut: bool, values: Array,
     column: Array, tokens: Array,
 ) -> int:  # fmt: skip
@@ -68,7 +68,7 @@ def _append(
         for place in range(count):
             slot = slots[b, place]
             values[b, place] = value[b, slot] if is_taken[b, place] else 0
-            column[b, place] = slot // ranks + frontier if frontier else lead[b]
+            column[b, place] = slot // ranks + frontier
             tokens[b, place] = token[b, slot]
         if num_nodes >= 0:
             _keep_best(all_values[b, : size - 1], values[b], num_nodes)

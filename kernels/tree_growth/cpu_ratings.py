@@ -53,8 +53,7 @@ def _held(memory: Memory, given: Children) -> Array:
     """Mark the children whose pair or triple a text holds: int8[batch, above, ranks] of PAIR and TRIPLE together."""
     held, words = torch.zeros(given.probs.shape, dtype=torch.int8), given.words
     if words is not None:
-        lead = words.tokens.new_empty(0) if words.lead is None else words.lead
-        operands = (memory.last, words.tokens, words.parents, lead, words.children)
+        operands = (words.tokens, words.parents, words.children)
         _look_up(memory.places.numpy(), *(part.contiguous().numpy() for part in operands), words.first, held.numpy())
     return held.numpy()
 
@@ -104,22 +103,17 @@ def _remember(places: Array, last: Array, tokens: Array, path: Array, lengths: A
 
 
 @compiled
-def _look_up(
-    places: Array, last: Array, tokens: Array, parents: Array, lead: Array, children: Array, first: int, held: Array
-) -> None:
+def _look_up(places: Array, tokens: Array, parents: Array, children: Array, first: int, held: Array) -> None:
     """Add to ``held`` what texts hold: the pair and the triple that a child makes."""
     batch, above, ranks = children.shape
     count = places.shape[1] // 2
     for b in range(batch):
         for node in range(above):
-            column = lead[b] if lead.size else first + node
-            token, parent = tokens[b, column], parents[b, column]
-            before = last[b, 1] if parent < 0 else tokens[b, parent]
+            token, before = tokens[b, first + node], tokens[b, max(parents[b, first + node], 0)]
             for rank in range(ranks):
                 pair = _pair(token, children[b, node, rank])
-                held[b, node, rank] = PAIR * int(token >= 0 and places[b, _place(pair, count)])
-                if before >= 0 and places[b, count + _place(_triple(before, pair), count)]:
-                    held[b, node, rank] += TRIPLE
+                held[b, node, rank] = PAIR * int(places[b, _place(pair, count)])
+                held[b, node, rank] += TRIPLE * int(places[b, count + _place(_triple(before, pair), count)])
 
 
 @compiled

@@ -128,16 +128,14 @@ class Words:
     Attributes:
         children: int64[batch, above, ranks].
         tokens: int64[batch, columns].
-        parents: int32[batch, columns], -1 where the text goes on.
+        parents: int32[batch, columns], -1 for padding.
         first: column of the first parent, the others behind it.
-        lead: int64[batch], column of the root where that is the only parent; else None.
     """
 
     children: Tensor
     tokens: Tensor
     parents: Tensor
     first: int
-    lead: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,8 +205,9 @@ class Verdicts:
 class Columns:
     """A growing tree's columns, laid out once for its largest size; every tensor is contiguous.
 
+    Column 0 is the last token before the root, column 1 the root; node i is column i + 1.
+
     Attributes:
-        lead: int64[batch], column of the root.
         tokens: int64[batch, room].
         parents: int32[batch, room].
         depths: int32[batch, room].
@@ -216,7 +215,6 @@ class Columns:
         values: float32[batch, room - 1], of the columns but the first.
     """
 
-    lead: Tensor
     tokens: Tensor
     parents: Tensor
     depths: Tensor
@@ -247,7 +245,7 @@ class Layout:
 
     Attributes:
         width: nodes that are appended; the others are leaves, which are appended when the tree is grown.
-        frontier: first column of the layer above; 0 for the root's.
+        frontier: first column of the layer above.
         size: columns in use.
         num_nodes: only nodes are kept that as many others of the tree and the layer, and no more, may be better than;
             None to keep all.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from stree.kernels.step.texts import Seen
 from stree.kernels.tree_growth.operands import (
     Appended,
     Children,
@@ -103,20 +104,20 @@ def rate_by_table(table: Table, given: Children) -> Ratings:
     return Ratings(priority * (probs > 0), untested * found * (probs > 0), cells)
 
 
-def begin(pending: Tensor, leaf: Tensor, has_leaf: Tensor, room: int) -> Columns:
+def begin(seen: Seen, room: int) -> Columns:
     """Lay out columns; see `stree.kernels.tree_growth.api`."""
-    batch, device, lead = len(pending), pending.device, has_leaf.long()
-    tokens = pending.new_zeros(batch, room)
-    tokens[:, 0] = torch.where(has_leaf, leaf, pending)
-    tokens[:, 1] = pending * lead
+    batch, device = len(seen.pending), seen.pending.device
+    tokens = seen.pending.new_zeros(batch, room)
+    tokens[:, :1] = seen.tokens.gather(1, seen.lengths[:, None] - 1)
+    tokens[:, 1] = seen.pending
     parents = torch.full((batch, room), -1, dtype=torch.int32, device=device)
-    parents[:, 1] += lead
+    parents[:, 1] = 0
     depths = torch.zeros(batch, room, dtype=torch.int32, device=device)
-    depths[:, 1] = lead
+    depths[:, 1] = 1
     mask = torch.eye(room, dtype=torch.bool, device=device).repeat(batch, 1, 1)
-    mask[:, 1, 0] = has_leaf
+    mask[:, 1, 0] = True
     values = torch.ones(batch, room - 1, dtype=torch.float32, device=device)
-    return Columns(lead, tokens, parents, depths, mask, values)
+    return Columns(tokens, parents, depths, mask, values)
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
@@ -129,9 +130,7 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
         others = columns.values[:, : layout.size - 1]
         is_taken = is_taken & (values >= torch.cat([others, values], 1).topk(layout.num_nodes + 1).values[:, -1:])
         values = values * is_taken
-    column = columns.lead[:, None].expand_as(slots)
-    if layout.frontier:
-        column = slots // chosen.tokens.shape[-1] + layout.frontier
+    column = slots // chosen.tokens.shape[-1] + layout.frontier
     tokens = chosen.tokens.flatten(1).gather(1, slots)
     place(columns, layout.size, *(part[:, :width] for part in (column, tokens, values, is_taken)))
     left.sub_(is_taken.sum(1))
@@ -156,22 +155,14 @@ def select(columns: Columns, size: int, count: int, *, by_value: bool) -> Tensor
         order = columns.values[:, : size - 1].sort(dim=1, descending=True, stable=True).indices
         return order[:, :count].sort(1).values
     is_padding = columns.parents[:, 1:size] < 0
-    is_padding[:, 0] = False
     return is_padding.to(torch.int8).sort(dim=1, stable=True).indices[:, :count]
 
 
 def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
-    """Cut a tree out of its columns: all but the one before the root, or the padding behind it; see the api."""
-    lead, is_node = columns.lead[:, None], columns.parents[:, 2:size] >= 0
-    tokens, parents, depths = (part[:, 1:size].clone() for part in (columns.tokens, columns.parents, columns.depths))
-    tokens[:, :1] = columns.tokens.gather(1, lead)
-    parents[:, 0] = -1
-    parents[:, 1:] = torch.where(is_node, (parents[:, 1:] - 1).clamp_(min=0), -1)
-    depths[:, 0] = 0
-    depths[:, 1:] -= lead * is_node
-    mask = columns.mask[:, 1:size, 1:size].clone()
-    mask[:, 1:, 0] = is_node
-    values = columns.values[:, : size - 1]
+    """Cut a tree out of its columns: all but the one before the root; see the api."""
+    tokens, mask = columns.tokens[:, 1:size].clone(), columns.mask[:, 1:size, 1:size].clone()
+    parents = (columns.parents[:, 1:size] - 1).clamp_(min=-1)
+    depths, values = (columns.depths[:, 1:size] - 1).clamp_(min=0), columns.values[:, : size - 1]
     if kept is None:
         return Proposed(tokens, parents, depths, mask, values, parents)
     tokens, depths, values, rows = (part.gather(1, kept) for part in (tokens, depths, values, parents))
@@ -229,19 +220,10 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
 def _are_held(memory: Memory, words: Words) -> Tensor:
     """Whether a text holds the pairs and the triples that children would make: bool[2, batch, above, ranks]."""
     batch, above, _ = words.children.shape
-    before, token = (part[..., None] for part in _behind(memory, words))
-    index = _places(memory, before, token, words.children)
-    is_held = memory.places.gather(1, index.movedim(1, 0).flatten(1)).view(batch, 2, above, -1).movedim(1, 0)
-    return is_held & torch.stack([token >= 0, before >= 0])
-
-
-def _behind(memory: Memory, words: Words) -> tuple[Tensor, Tensor]:
-    """Return the two tokens before children, the last one second: int64[batch, above] each."""
-    batch, above, _ = words.children.shape
-    column = torch.arange(words.first, words.first + above, device=words.tokens.device).expand(batch, -1)
-    column = column if words.lead is None else words.lead[:, None]
-    token, parent = words.tokens.gather(1, column), words.parents.gather(1, column).long()
-    return torch.where(parent < 0, memory.last[:, 1:], words.tokens.gather(1, parent.clamp(min=0))), token
+    column = slice(words.first, words.first + above)
+    token, before = words.tokens[:, column], words.tokens.gather(1, words.parents[:, column].clamp(min=0).long())
+    index = _places(memory, before[..., None], token[..., None], words.children)
+    return memory.places.gather(1, index.movedim(1, 0).flatten(1)).view(batch, 2, above, -1).movedim(1, 0)
 
 
 def _places(memory: Memory, before: Tensor, token: Tensor, following: Tensor) -> Tensor:

@@ -87,23 +87,9 @@ def pair_number(token, following):
 def _are_held(places_ptr, behind, before, child, inside, NUM_PLACES: tl.constexpr):
     """Whether a text holds the pairs and the triples that children would make."""
     number = pair_number(behind, child)
-    pair = tl.load(places_ptr + place_of(number, NUM_PLACES), inside & (behind >= 0), 0) != 0
+    pair = tl.load(places_ptr + place_of(number, NUM_PLACES), inside, 0) != 0
     triple_ptr = places_ptr + NUM_PLACES + place_of(before * 0x27D4EB2F + number, NUM_PLACES)
-    return pair, tl.load(triple_ptr, inside & (before >= 0), 0) != 0
-
-
-@triton.jit
-def _behind(
-    tokens_ptr, parents_ptr, lead_ptr, last_ptr, batch, node, inside, first, stride_tokens_b, stride_parents_b
-):  # fmt: skip
-    """Load the two tokens before nodes' children, the last one second."""
-    column = node + first
-    if lead_ptr is not None:
-        column = (node * 0 + tl.load(lead_ptr + batch)).to(tl.int32)
-    token = tl.load(tokens_ptr + batch * stride_tokens_b + column, inside, 0)
-    parent = tl.load(parents_ptr + batch * stride_parents_b + column, inside, -1)
-    before = tl.load(tokens_ptr + batch * stride_tokens_b + parent, inside & (parent >= 0), 0)
-    return tl.where(parent >= 0, before, tl.load(last_ptr + batch * 2 + 1)), token
+    return pair, tl.load(triple_ptr, inside, 0) != 0
 
 
 @jit(
@@ -112,8 +98,8 @@ def _behind(
 )
 def rank_kernel(
     reach_ptr, probs_ptr, norms_ptr, level_ptr, confidence_ptr, sharpness_ptr, text_ptr, shift_ptr,
-    places_ptr, last_ptr, children_ptr, tokens_ptr, parents_ptr, lead_ptr, value_ptr, above, ranks, num_ranks,
-    stride_reach_b, first, stride_tokens_b, stride_parents_b, NODES: tl.constexpr, NUM_PLACES: tl.constexpr,
+    places_ptr, children_ptr, tokens_ptr, parents_ptr, value_ptr, above, ranks, num_ranks, stride_reach_b,
+    first, stride_tokens_b, stride_parents_b, NODES: tl.constexpr, NUM_PLACES: tl.constexpr,
 ):  # fmt: skip
     """Rate children that are not drawn, sibling after sibling; grid (blocks of nodes, batch)."""
     batch = tl.program_id(1).to(tl.int64)
@@ -127,9 +113,10 @@ def rank_kernel(
     behind, before = tl.zeros((NODES,), tl.int64), tl.zeros((NODES,), tl.int64)
     if children_ptr is not None:
         places_ptr += batch * (2 * NUM_PLACES + 1)
-        before, behind = _behind(
-            tokens_ptr, parents_ptr, lead_ptr, last_ptr, batch, node, inside, first, stride_tokens_b, stride_parents_b
-        )
+        tokens_ptr += batch * stride_tokens_b
+        behind = tl.load(tokens_ptr + first + node, inside, 0)
+        parent = tl.load(parents_ptr + batch * stride_parents_b + first + node, inside, 0)
+        before = tl.load(tokens_ptr + tl.maximum(parent, 0), inside, 0)
         for rank in range(ranks):
             is_there = inside & (tl.load(probs_ptr + place + rank, inside, 0.0) > 0)
             child = tl.load(children_ptr + place + rank, is_there, 0)
@@ -243,7 +230,7 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Children) ->
     with torch.cuda.device_of(probs):
         rank_kernel[(-(-above // NODES), batch)](
             reach, probs, norms, fit.level, fit.by_confidence, fit.by_sharpness, fit.by_text, level.shift,
-            memory.places, memory.last, *words, value, above, ranks, len(fit.level), reach.stride(0), *strides,
+            memory.places, *words, value, above, ranks, len(fit.level), reach.stride(0), *strides,
             NODES=NODES, NUM_PLACES=memory.num_places, num_warps=1,
         )  # fmt: skip
     return value
@@ -272,9 +259,9 @@ def _probs(given: Children) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _words(words: Words | None) -> tuple[list[Tensor | None], list[int]]:
-    """Return tokens of children and columns, parents, lead; first column, strides of tokens and parents."""
+    """Return tokens of children and columns, parents; first column, strides of tokens and parents."""
     if words is None:
-        return [None] * 4, [0, 0, 0]
+        return [None] * 3, [0, 0, 0]
     tokens, parents = words.tokens, words.parents
     strides = [words.first, tokens.stride(0), parents.stride(0)]
-    return [words.children.contiguous(), tokens, parents, words.lead], strides
+    return [words.children.contiguous(), tokens, parents], strides

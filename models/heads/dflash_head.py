@@ -57,6 +57,14 @@ class BlockCache:
         other.keys, other.values, other.lengths = self.keys[:, rows], self.values[:, rows], self.lengths[rows]
         return other
 
+    def reset(self) -> None:
+        """Empty every context."""
+        self.lengths.zero_()
+
+    def reset_rows(self, rows: Sequence[int]) -> None:
+        """Empty some contexts."""
+        self.lengths[torch.tensor(rows, device=self.lengths.device)] = 0
+
     def copy_from(self, other: BlockCache) -> None:
         """Take over the contexts of a smaller cache."""
         room = other.keys.shape[3]

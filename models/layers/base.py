@@ -114,6 +114,11 @@ class LayerStack:
         for _, tensor in self.sequence_tensors():
             tensor.zero_()
 
+    def reset_rows(self, rows: Tensor) -> None:
+        """Zero some sequences, int64[batch']."""
+        for _, tensor in self.sequence_tensors():
+            tensor.index_fill_(1, rows.to(tensor.device), 0)
+
     def write_row(self, row: int, other: Self) -> None:
         """Copy in sequence ``row`` from a stack of batch 1."""
         for (_, mine), (_, theirs) in zip(self.sequence_tensors(), other.sequence_tensors(), strict=True):

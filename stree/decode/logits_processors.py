@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stree.drafters import TreeProcessor, root_column
+from stree.drafters import TreeProcessor
 from stree.kernels.step.texts import Seen, Texts
 from stree.tree import TokenTree
 
@@ -135,7 +135,7 @@ class TreeProcessing:
         processor = self._processor
 
         def process(tree: TokenTree, logits: Tensor) -> Tensor:
-            return _process(processor, seen.tokens, seen.lengths - root_column(tree), tree, logits, is_target=False)
+            return _process(processor, seen.tokens, seen.lengths - 1, tree, logits, is_target=False)
 
         return process
 

@@ -112,7 +112,7 @@ class DecodeLoop:
         self._replays = self._replays_before = self._num_replays()
         requests = [sequence.request for sequence in sequences]
         logits = step.fill(self.drafter, [*requests, *[EMPTY] * (size - len(requests))])
-        if self.batch.refills and not step.run.can_admit:
+        if self.batch.refills and not step.run.can_begin:
             raise TypeError(f"{type(self.drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
         step.reserve(self.max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
         if sequences:

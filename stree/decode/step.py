@@ -176,8 +176,8 @@ class DecodeStep:
         self._use(NoDrafter().start(self.lm.vocab_size, [], self.rng))
 
     def _use(self, run: DraftRun) -> None:
-        """Let a run draft, with the batch's logits processor."""
-        self.run, run.processor = run, self._processing.draft(self.seen)
+        """Let a run draft, with the batch's texts and logits processor."""
+        self.run, run.seen, run.processor = run, self.seen, self._processing.draft(self.seen)
 
     def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """Prefill a text in every row, in place of those that were there.
@@ -197,8 +197,8 @@ class DecodeStep:
         if self._is_filled:
             self.state.reset()
         logits, hidden = self._recorded(self.lm.prefill, self.state, input_ids, lengths)
-        if self._is_filled and self.run.can_restart:
-            self.run.restart(prompts)
+        if self._is_filled and self.run.can_begin:
+            self.run.begin(range(len(prompts)), prompts)
         else:
             run = drafter.start(self.lm.vocab_size, prompts, self._rng_at_ends())
             if not isinstance(run, DraftRun):
@@ -217,7 +217,7 @@ class DecodeStep:
         """
         self._write(row, request)
         try:
-            self.run.admit(row, request.prompt)
+            self.run.begin([row], [request.prompt])
         except Exception as problem:
             self._decode_without_drafter(problem)
         if prefilled is None:

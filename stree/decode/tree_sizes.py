@@ -111,6 +111,6 @@ def _check_nodes(lm: TreeLM, drafter: Drafter, nodes: int) -> None:
     """Refuse larger trees than kernels take."""
     for model in (lm, *drafter.models):
         most = most_nodes(model.device, model.dtype)
-        most = None if most is None else most - (model is not lm)  # a draft model runs its last leaf beside the tree
+        most = None if most is None else most - (model is not lm)  # a draft model runs the token before the tree, too
         if most is not None and nodes > most:
             raise NotImplementedError(f"budget must be at most {most} on {model.device}, got {nodes}")

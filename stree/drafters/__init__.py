@@ -11,7 +11,6 @@ from stree.drafters.base import (
     TreeProcessor,
     check_vocabulary,
     padded_prompts,
-    root_column,
 )
 from stree.drafters.fused import FusedDrafter
 from stree.drafters.head import HeadDrafter
@@ -19,8 +18,9 @@ from stree.drafters.loading import load
 from stree.drafters.model import ModelDrafter
 from stree.drafters.none import NoDrafter
 from stree.drafters.suffix import SuffixDrafter
+from stree.kernels.step.texts import Seen
 
 __all__ = [
     "Capture", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HeadDrafter", "ModelDrafter", "NoDrafter",
-    "SuffixDrafter", "TreeProcessor", "check_vocabulary", "load", "padded_prompts", "root_column",
+    "Seen", "SuffixDrafter", "TreeProcessor", "check_vocabulary", "load", "padded_prompts",
 ]  # fmt: skip

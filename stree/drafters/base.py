@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stree.growth import Growth
+from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -18,7 +19,6 @@ from stree.verify import Acceptance, DraftProbs
 
 __all__ = [
     "Capture", "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "in_turn", "padded_prompts",
-    "root_column",
 ]  # fmt: skip
 
 
@@ -60,22 +60,20 @@ class Draft:
 Capture = Callable[["DraftRun", str, Callable[[], Any]], tuple[Any, bool]]
 
 
-# Changes the last columns' float[batch, columns, vocab] logits of a draft model's own tree: see ``root_column``.
+# Changes float[batch, columns, vocab] logits of the last columns of a draft model's own tree, whose root is column 1.
 TreeProcessor = Callable[[TokenTree, Tensor], Tensor]
 
 
 class DraftRun:
-    """Drafting for one batch of texts; a subclass needs ``propose`` and ``observe``, the rest is optional.
+    """Drafting for one batch of texts; a subclass needs ``propose``, the rest is optional.
 
     A flag says that the methods named with it are implemented; all flags are False by default.
 
     Attributes:
-        can_admit: rows can take another prompt when their text has ended (``admit``).
-        can_restart: the whole batch can begin anew in the memory that it has (``restart``).
+        can_begin: rows can take another text when theirs has ended (``begin``).
         can_select: a run of some of its rows can be made between two steps (``select``).
         can_extend: its tree may be verified with another drafter's nodes added; needed by FusedDrafter, which replaces
             ``draft`` by the united one.
-        can_leave: it can draft fewer nodes in some rows than in others (``leave``).
         is_capturable: ``propose`` and ``observe`` run on the device alone, so that a whole step can be captured and
             replayed as a CUDA graph (``settle``, ``replayed``, ``give_up``, ``version``).
         can_replay_proposals: ``propose`` alone can be captured too; ``draft`` holds all that ``observe`` reads of it.
@@ -83,18 +81,18 @@ class DraftRun:
             ``propose`` and reads it in ``observe``; between them it is set when a captured proposal is replayed, and
             when nodes are added.  A run of DELTA nodes finds those anywhere in a united tree: it learns from tokens.
         capture: captures device work of a run that as a whole runs on the host; None where nothing is captured.
+        seen: the texts as the decode step found them, their pending tokens included; None in a run that is used alone.
         processor: processes a draft model's logits as the target's are; None where these are not processed.
     """
 
-    can_admit: bool = False
-    can_restart: bool = False
+    can_begin: bool = False
     can_select: bool = False
     can_extend: bool = False
-    can_leave: bool = False
     is_capturable: bool = False
     can_replay_proposals: bool = False
     draft: Draft
     capture: Capture | None = None
+    seen: Seen | None = None
     processor: TreeProcessor | None = None
 
     @property
@@ -105,8 +103,8 @@ class DraftRun:
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Draft a tree of at most ``budget`` nodes below int64[batch] pending tokens, which are its roots.
 
-        ``pending`` is the run's own copy, and what is returned is the step's from then on: the run changes nothing of
-        it, and reads it until ``observe`` returns, not later.
+        ``pending`` is only read, and not after ``propose`` has returned.  What is returned is the step's from then on:
+        the run changes nothing of it, and reads it until ``observe`` returns, not later.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement propose")
 
@@ -116,15 +114,10 @@ class DraftRun:
         A path length of 0 means that the sequence was inactive: its pending token stays the same.  The acceptance is
         over when this returns: what a run keeps of it, it copies.
         """
-        raise NotImplementedError(f"{type(self).__name__} must implement observe")
 
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
-        """Begin another text in a row whose own has ended; its drafts must not depend on the old text."""
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Begin another text in some rows, or all, whose own have ended; drafts must not depend on the old texts."""
         raise NotImplementedError(f"{type(self).__name__} cannot take up a text in mid-run")
-
-    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Begin as many other texts as the batch has rows; their drafts must not depend on the old ones."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be restarted")
 
     def select(self, rows: Tensor, rng: Random) -> DraftRun:
         """Return a run of some rows, int64[batch'], with what each has learnt; ``rng`` supplies its random numbers.
@@ -137,7 +130,7 @@ class DraftRun:
         """Read the target's hidden states of the prompts in some rows; called if the drafter has ``hidden_layers``.
 
         Args:
-            rows: which have just begun, by ``Drafter.start``, ``restart`` or ``admit``.
+            rows: which have just begun, by ``Drafter.start`` or ``begin``.
             hidden: float[len(rows), longest, layers, hidden], undefined past a prompt's end.
         """
 
@@ -147,9 +140,9 @@ class DraftRun:
         Called once, before the first step.  With ``begins`` the first step drafts, so the prompts may be run now.
         """
 
-    def leave(self, count: Tensor) -> None:
-        """Draft int64[batch] nodes fewer in the next step; only growths that draw by value do so."""
-        raise NotImplementedError(f"{type(self).__name__} drafts as many nodes in every row")
+    def leave(self, count: Tensor) -> bool:
+        """Draft int64[batch] nodes fewer in the next step, by a growth that draws by value; return whether it does."""
+        return False
 
     def settle(self, pending: Tensor, budget: int) -> int:
         """Do work that only the next step needs and that captured graphs leave out; return its draft calls."""
@@ -228,15 +221,6 @@ def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:
         )
 
 
-def root_column(tree: TokenTree) -> Tensor:
-    """Return the column of the root in a draft model's own trees, int64[batch].
-
-    It is 1 where the tree begins with the last token before the pending one, as the model has not run that yet, and 0
-    elsewhere, where column 1 is padding.
-    """
-    return (tree.parents[:, 1] >= 0).long()
-
-
 def in_turn(*processors: TreeProcessor | None) -> TreeProcessor | None:
     """Return a processor that calls some others one after the other; None where all of them are."""
     present = [processor for processor in processors if processor is not None]
@@ -252,6 +236,6 @@ def in_turn(*processors: TreeProcessor | None) -> TreeProcessor | None:
 def padded_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     """Lay prompts side by side: int64[batch, longest], right-padded, and their lengths int64[batch], on the host."""
     lengths = torch.tensor([len(prompt) for prompt in prompts], device="cpu")
-    width = int(lengths.max())
+    width = max(map(len, prompts))
     padded = [[*prompt, *[0] * (width - len(prompt))] for prompt in prompts]
     return torch.tensor(padded, device="cpu"), lengths

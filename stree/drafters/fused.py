@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stree.checks import check_shares
-from stree.drafters.base import Draft, Drafter, DraftRun, in_turn, padded_prompts
+from stree.drafters.base import Draft, Drafter, DraftRun, in_turn
 from stree.drafters.budget_split import draws_by_value, retrieved_share
 from stree.drafters.hiding import Hiding, has_share
 from stree.drafters.host_copies import AcceptedTokens
@@ -114,7 +114,6 @@ class _FusedRun(DraftRun):
         hiding: hides retrieved tokens from the drafting run's model, where they are tested first; else None.
     """
 
-    can_restart = True
     hiding: Hiding | None = None
 
     def __init__(
@@ -126,14 +125,14 @@ class _FusedRun(DraftRun):
         least_value: float,
         least_share: float,
     ) -> None:
-        self._drafters, self._vocab_size, self._rng = drafters, vocab_size, rng
         self._least_value, self._least_share = least_value, least_share
-        self._drafting, self._retrieving = (self._start(drafter, prompts, rng) for drafter in drafters)
-        self.can_admit = self._drafting.can_admit and self._retrieving.can_admit
+        self._drafting, self._retrieving = (self._start(drafter, vocab_size, prompts, rng) for drafter in drafters)
+        self.can_begin = self._drafting.can_begin and self._retrieving.can_begin
         self._calibration = RetrievalCalibration(len(prompts))
 
-    def _start(self, drafter: Drafter, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
-        run = drafter.start(self._vocab_size, prompts, rng)
+    @staticmethod
+    def _start(drafter: Drafter, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+        run = drafter.start(vocab_size, prompts, rng)
         if not run.can_extend:
             raise TypeError(f"FusedDrafter needs drafters whose trees can be extended, got {type(drafter).__name__}")
         return run
@@ -146,17 +145,15 @@ class _FusedRun(DraftRun):
         is_kept = (retrieved.values >= self._least_value) & ~retrieved.tree.is_padding
         plan = None if growth is None else growth.plan(budget)
         share, own = retrieved_share(retrieved, is_kept, budget), budget
-        if plan is not None and not plan.is_pruned:
-            if self._drafting.can_leave and draws_by_value(plan, growth):
-                self._drafting.leave(share)
-            else:
-                own = plan.num_nodes + 1
-                share = torch.full_like(share, budget - own)
+        is_shared = plan is None or plan.is_pruned or (draws_by_value(plan, growth) and self._drafting.leave(share))
+        if plan is not None and not is_shared:
+            own = plan.num_nodes + 1
+            share = torch.full_like(share, budget - own)
         if self.hiding is not None:
             # Tokens that are hidden from the model must be in the tree: the best ones, as many as certainly fit.
             is_kept[:, 1:] &= is_kept[:, 1:].cumsum(1) <= share[:, None]
             self.hiding.hide(retrieved.tree, is_kept, growth, self._least_share)
-        self._drafting.processor = in_turn(self.processor, self.hiding)
+        self._drafting.seen, self._drafting.processor = self.seen, in_turn(self.processor, self.hiding)
         # What is hidden is chosen on the host, so such a draft cannot be replayed.
         capture = None if self.hiding is not None else self.capture
         draft = self._drafting.propose_captured(pending, growth, own, capture)
@@ -205,21 +202,12 @@ class _FusedRun(DraftRun):
         self._retrieving.observe(acceptance)
         self._calibration.learn(AcceptedTokens(self.draft.tree.tokens, acceptance).read())
 
-    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Begin as many other texts; a model keeps its memory."""
-        rng = self._rng.at(padded_prompts(prompts)[1].to(self._rng.positions.device))
-        if self._drafting.can_restart:
-            self._drafting.restart(prompts)
-        else:
-            self._drafting = self._start(self._drafters[0], prompts, rng)
-        self._retrieving = self._start(self._drafters[1], prompts, rng)
-        self._calibration = RetrievalCalibration(len(prompts))
-
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
-        """Begin another text in both."""
-        self._drafting.admit(row, prompt)
-        self._retrieving.admit(row, prompt)
-        self._calibration.forget(row)
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Begin other texts in both."""
+        self._drafting.begin(rows, prompts)
+        self._retrieving.begin(rows, prompts)
+        for row in rows:
+            self._calibration.forget(row)
 
     @property
     def can_select(self) -> bool:  # type: ignore[override]
@@ -228,7 +216,7 @@ class _FusedRun(DraftRun):
 
     def select(self, rows: Tensor, rng: Random) -> _FusedRun:
         other = copy(self)
-        other._rng, other._calibration = rng, self._calibration.select(rows.tolist())
+        other._calibration = self._calibration.select(rows.tolist())
         other._drafting, other._retrieving = (run.select(rows, rng) for run in (self._drafting, self._retrieving))
         return other
 

@@ -106,7 +106,7 @@ def grow_heap(
         rest[rows[:, None], parent] = dist.scatter(-1, token[..., None], 0.0)
         value, depth = upper * share * is_taken, torch.cat([depth, depth.gather(1, parent) + 1], 1)
         priority = torch.cat([priority.scatter(1, parent, upper * (1 - share)), value], 1)
-        grown.add_below(torch.where(parent > 0, parent + 1, grown.root_offset[:, None]), token, value, is_taken)
+        grown.add_below(parent + 1, token, value, is_taken)
     return None if sampling.is_greedy else torch.cat(dists, 1)
 
 

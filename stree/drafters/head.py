@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from stree.models.heads.dflash import OneShotHead
 from stree.models.heads.specblock import SpecBlockHead
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
+from stree.tree import TokenTree
 
 __all__ = ["HeadDrafter"]
 
@@ -62,14 +63,12 @@ class HeadDrafter(Drafter):
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
         """Begin a run, which needs the target's hidden states of the prompts."""
         check_vocabulary(self.models[0], vocab_size)
+        (lm,) = self.models
         if isinstance(self.head, SpecBlockHead):
-            slots = SlotState(self.head, prompts)
-            return _SlotRun(cast(TreeLM, slots), slots, rng)
+            return _SlotRun(lm, SlotState(self.head, prompts), rng)
         if isinstance(self.head, CausalHead):
-            state = HeadState(self.head, prompts)
-            return _HeadRun(cast(TreeLM, state), state, rng)
-        block = BlockState(self.head, prompts)
-        return _BlockRun(cast(TreeLM, block), block, rng)
+            return _HeadRun(lm, HeadState(self.head, prompts), rng)
+        return _BlockRun(lm, BlockState(self.head, prompts), rng)
 
 
 class _HeadRun(_ModelRun):
@@ -80,10 +79,13 @@ class _HeadRun(_ModelRun):
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
         self._state.read_prompts(rows, hidden)
 
-    def select(self, rows: Tensor, rng: Random) -> Self:
-        other = super().select(rows, rng)
-        other._lm = cast(TreeLM, other._state)
-        return other
+    def _logits(self, tree: TokenTree, first: int) -> Tensor:
+        """Run the tree without its first token, which the head has read with the target's features."""
+        below = TokenTree.unchecked(
+            tree.tokens[:, 1:], (tree.parents[:, 1:] - 1).clamp_(min=-1), (tree.depths[:, 1:] - 1).clamp_(min=0),
+            tree.ancestor_mask[:, 1:, 1:],
+        )  # fmt: skip
+        return self._state.verify(below, max(first - 1, 0))
 
 
 class _SlotRun(_HeadRun):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stree.drafters.base import root_column
+from stree.drafters.tree_builder import FIRST_DRAFTED
 from stree.growth import Growth
 from stree.sampling import Sampling
 from stree.tree import TokenTree
@@ -34,11 +34,10 @@ class Hiding:
 
     def __call__(self, tree: TokenTree, logits: Tensor) -> Tensor:
         """Hide tokens in a tree's first call, which scores the root; logits are float[batch, columns, vocab]."""
-        if logits.shape[1] < tree.tokens.shape[1]:
+        if tree.tokens.shape[1] > FIRST_DRAFTED:
             return logits
         if not self._sampling.is_greedy:
-            root = root_column(tree)
-            probs = self._sampling.draft_probs(logits[torch.arange(len(root), device=root.device), root])[0]
+            probs = self._sampling.draft_probs(logits[:, 0])[0]
             self.shown = self._kept & has_share(self._retrieved, probs, self._least_share)
         is_first = self.shown & (self._retrieved.depths == 1)
         hidden = torch.zeros(len(logits), logits.shape[-1], dtype=torch.int32, device=logits.device)

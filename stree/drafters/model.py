@@ -16,9 +16,11 @@ from stree.drafters.draws import draft_probs
 from stree.drafters.growing import grow_heap, grow_layers
 from stree.drafters.merge import missed_nodes, on_own_nodes, without_children
 from stree.drafters.none import root_only
+from stree.drafters.own_texts import OwnTexts
 from stree.drafters.tree_builder import GrownTree, columns_run, narrowed, num_run
 from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, learns_alike
 from stree.kernels.step.bookkeeping import path_on_nodes
+from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import AnySampling, Random
@@ -66,12 +68,11 @@ class ModelDrafter(Drafter):
 class _ModelRun(DraftRun):
     """A draft model's state for a batch of texts, and the tree that grows on it.
 
-    The draft model's tree has one column more than the target's: it begins with the chain [leaf, pending] where the
-    last accepted leaf was never run, and with [pending] and a padding column elsewhere.  Node i of the target's tree,
-    i > 0, is node i + 1 of it.
+    The draft model's tree has one column more than the target's: it begins with the chain [last, pending], as the state
+    holds all tokens of a text but the last one before the pending one.  Node i of the target's tree is column i + 1.
     """
 
-    can_admit = can_restart = can_select = can_extend = can_leave = is_capturable = can_replay_proposals = True
+    can_begin = can_select = can_extend = is_capturable = can_replay_proposals = True
 
     def __init__(self, lm: TreeLM, state: DraftState, rng: Random) -> None:
         self._lm, self._state, self._rng = lm, state, rng
@@ -79,20 +80,30 @@ class _ModelRun(DraftRun):
         self._num_replaced = 0  # tensors that outlive a step, beside the state's
         self._growth: Growth | None = None  # the one that the acceptance model belongs to
         self.acceptance_model: AcceptanceModel
+        self._own: OwnTexts | None = None  # of a run that is used alone
         self._probs: Tensor | None = None  # memory for the distributions of a step
-        self._left_out = torch.zeros_like(self._state.leaf)  # nodes of the next budget that others fill
+        # Nodes of the next budget that others fill.
+        self._left_out = torch.zeros(len(state.prompts), dtype=torch.long, device=lm.device)
 
     @property
     def version(self) -> int:
         """Changes whenever tensors that outlive a step were replaced by larger ones."""
         return self._num_replaced + self._state.version
 
+    def texts(self, pending: Tensor) -> Seen:
+        """Return the texts, those of the decode step where the run is part of one, with the pending tokens."""
+        if self.seen is not None:
+            return self.seen
+        if self._own is None:
+            self._own = OwnTexts(self._state.prompts, pending.device)
+        return self._own.seen(pending)
+
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last leaf.
+        """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last token.
 
         A budget of 1 draws nothing and runs nothing.
         """
-        growth = ModelDrafter.default_growth if growth is None else growth
+        growth, seen = ModelDrafter.default_growth if growth is None else growth, self.texts(pending)
         if budget == 1:
             values = torch.ones_like(pending[:, None], dtype=torch.float32)
             self.draft = Draft(root_only(pending), None, 0, values=values)
@@ -101,12 +112,11 @@ class _ModelRun(DraftRun):
         self._use(growth)
         num_calls = self.settle(pending, budget)
         self._state.reserve_nodes(columns_run(plan))
-        state = self._state.decode_state
-        self._rng = self._rng.at(state.lengths + self._state.has_leaf)
+        self._rng = self._rng.at(seen.lengths)
         self.acceptance_model.begin(plan, self._rng)
         left = plan.num_nodes - self._left_out
         self._left_out.zero_()
-        grown = GrownTree(pending, self._state.leaf, self._state.has_leaf, left, plan)
+        grown = GrownTree(seen, left, plan)
         probs, kept_slots = self._grow(grown, plan, growth.sampling)
         column = grown.select(plan)
         nodes = grown.proposed(column)
@@ -116,7 +126,7 @@ class _ModelRun(DraftRun):
         drawn_from = None if probs is None else draft_probs(probs, nodes.rows, plan, growth.sampling.greedy_rows)
         self.draft = Draft(
             tree, drawn_from, depth, num_calls + grown.num_calls, nodes.values, column=column,
-            grown=Grown(proposal, grown.tokens, grown.scored),
+            grown=Grown(proposal, grown.size, grown.scored),
         )  # fmt: skip
         return self.draft
 
@@ -132,9 +142,16 @@ class _ModelRun(DraftRun):
         return grow_layers(grown, plan, sampling, self._rng, self.acceptance_model, run_frontier, buffer)
 
     def _score(self, tree: TokenTree, first: int) -> Tensor:
-        """Return the logits of the columns ``first``.. of the draft model's own tree, processed as the target's are."""
-        logits = self._lm.verify(self._state.decode_state, tree, first)
+        """Run the columns ``first``.. of the draft model's own tree; return their logits, but for the first column's.
+
+        Logits are processed as the target's are.
+        """
+        logits = self._logits(tree, first)
         return logits if self.processor is None else self.processor(tree, logits)
+
+    def _logits(self, tree: TokenTree, first: int) -> Tensor:
+        logits = self._lm.verify(self._state.decode_state, tree, first)
+        return logits if first else logits[:, 1:]
 
     def _probs_buffer(self, plan: Plan, logits: Tensor) -> Tensor:
         """Memory for the distributions of a tree's nodes that are run: the same in every step."""
@@ -150,10 +167,15 @@ class _ModelRun(DraftRun):
         """Learn from the accepted paths, and commit the accepted nodes that were run; the others are run later."""
         if self._growth is not None:
             self.acceptance_model.read_text(self.draft.tree.tokens, acceptance.path, acceptance.path_lengths)
-        self._state.is_extended |= self.draft.is_united
         if self.draft.grown is not None:
             self._learn(self.draft, acceptance)
+        self.append_own(self.draft, acceptance)
         self._state.follow(self.draft, acceptance)
+
+    def append_own(self, draft: Draft, acceptance: Acceptance) -> None:
+        """Append the accepted nodes of a draft to the texts, where no decode step holds them."""
+        if self._own is not None:
+            self._own.append(draft.tree.tokens, acceptance)
 
     def _learn(self, draft: Draft, acceptance: Acceptance) -> None:
         proposal, n = draft.grown.proposal, draft.tree.tokens.shape[1]
@@ -163,34 +185,31 @@ class _ModelRun(DraftRun):
             ratios, is_live = acceptance.ratios[:, :n], acceptance.path_lengths > 0  # a captured tree may be padded
         if draft.is_united:
             assert draft.column is not None, "united drafts have columns"
-            ratios = on_own_nodes(ratios, draft.column, proposal, draft.grown.tokens.shape[1])
+            ratios = on_own_nodes(ratios, draft.column, proposal, draft.grown.num_columns)
             if acceptance.ratios is None:
                 is_missed = missed_nodes(proposal.tree, ratios, acceptance)
                 proposal, ratios = without_children(proposal, is_missed), ratios.masked_fill(is_missed, 1.0)
         self.acceptance_model.learn(proposal, ratios, is_live)
 
-    def leave(self, count: Tensor) -> None:
+    def leave(self, count: Tensor) -> bool:
         self._left_out.copy_(count)
+        return True
 
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
-        self._state.admit(row, prompt)
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        self._state.begin(rows, prompts)
+        if self._own is not None:
+            self._own.begin(rows, prompts)
         if self._growth is not None:
-            self.acceptance_model.reset(row)
-            self._read_prompts([row])
-
-    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
-        self._state.restart(prompts)
-        if self._growth is not None:
-            for row in range(len(prompts)):
+            for row in rows:
                 self.acceptance_model.reset(row)
-            self._read_prompts(range(len(prompts)))
+            self._read_prompts(rows)
 
     def select(self, rows: Tensor, rng: Random) -> Self:
         other = copy(self)
         other._state, other._rng, other._left_out = self._state.select(rows), rng, self._left_out[rows]
         if self._growth is not None:
             other.acceptance_model = self.acceptance_model.select(rows)
-        other._probs = None
+        other._probs, other._own = None, None if self._own is None else self._own.select(rows)
         return other
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
@@ -201,14 +220,14 @@ class _ModelRun(DraftRun):
             self._state.max_nodes = columns_run(self._largest)
         self._state.reserve_length(max_length)
         if begins:
-            self._state.begin()
+            self._state.run_prompts()
 
     def settle(self, pending: Tensor, budget: int) -> int:
         """Run the prompts and the accepted tokens that were never run, if a tree is to be drafted."""
         if budget == 1:
             return 0
-        self._state.begin()
-        return self._state.catch_up(pending)
+        self._state.run_prompts()
+        return self._state.catch_up(self.texts(pending))
 
     def replayed(self, budget: int) -> None:
         self._state.replayed(was_drafted=budget > 1)
@@ -222,8 +241,8 @@ class _ModelRun(DraftRun):
         if base is self._growth:
             return
         if self._growth is None or not learns_alike(base, self._growth):
-            self.acceptance_model = base.acceptance_model(len(self._state.leaf), self._state.leaf.device)
-            self._read_prompts(range(len(self._state.leaf)))
+            self.acceptance_model = base.acceptance_model(len(self._state.prompts), self._lm.device)
+            self._read_prompts(range(len(self._state.prompts)))
             self._num_replaced += 1
         self._growth = base
 
@@ -232,5 +251,5 @@ class _ModelRun(DraftRun):
         prompts = [torch.tensor(prompt, dtype=torch.long) for prompt in self._state.prompts]
         lengths = torch.tensor([len(prompt) if row in rows else 0 for row, prompt in enumerate(prompts)])
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-        device = self._state.leaf.device
+        device = self._lm.device
         self.acceptance_model.read_text(tokens.to(device), None, lengths.to(device, torch.int32))

@@ -27,7 +27,7 @@ class NoDrafter(Drafter):
 
 
 class _NoRun(DraftRun):
-    can_admit = can_restart = can_select = is_capturable = True
+    can_begin = can_select = is_capturable = True
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         return Draft(root_only(pending), None, 0)
@@ -35,10 +35,7 @@ class _NoRun(DraftRun):
     def observe(self, acceptance: Acceptance) -> None:
         pass
 
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
-        pass
-
-    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         pass
 
     def select(self, rows: Tensor, rng: Random) -> _NoRun:

@@ -17,6 +17,7 @@ from stree.drafters.model import ModelDrafter, _ModelRun
 from stree.growth import Growth
 from stree.kernels.host_copies import side_stream
 from stree.kernels.step.bookkeeping import path_on_nodes
+from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -71,16 +72,20 @@ class OverlappedDrafter(Drafter):
 class _CopiedRun(_ModelRun):
     """A draft model's run that can be copied to where a path of its last tree is accepted."""
 
-    def after(self, path: Tensor, lengths: Tensor) -> tuple[_CopiedRun, Tensor]:
-        """Copy the run, as if int32[batch, m] nodes were accepted; return int64[batch], its likeliest next tokens."""
+    def after(self, guessed: Seen, path: Tensor, lengths: Tensor) -> tuple[_CopiedRun, Tensor]:
+        """Copy the run, as if int32[batch, m] nodes were accepted and the texts were those guessed.
+
+        Returns:
+            int64[batch], its likeliest next tokens.
+        """
         other = self.select(torch.arange(len(path), device=path.device), self._rng)
         proposal = self.draft.grown.proposal
         tokens = proposal.tree.tokens
         ratios, is_live = path_on_nodes(path, lengths, tokens.shape[1])
         other.acceptance_model.read_text(tokens, path, lengths)
         other.acceptance_model.learn(proposal, ratios, is_live)
-        other._state.commit_later(tokens.gather(1, path.clamp(min=0).long()), lengths.long())
-        other._state.catch_up(path[:, 0])
+        other._state.most_behind = path.shape[1]
+        other._state.catch_up(guessed)
         return other, other._state.last_logits.argmax(-1)
 
 
@@ -104,7 +109,7 @@ class _Guess:
 class _OverlappedRun(DraftRun):
     """A draft model's run, beside a guess of where it will go on."""
 
-    can_admit = can_restart = True
+    can_begin = True
 
     def __init__(self, run: _CopiedRun) -> None:
         self._run, self._pool = run, ThreadPoolExecutor(1, thread_name_prefix="stree drafting")
@@ -114,19 +119,21 @@ class _OverlappedRun(DraftRun):
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Use the tree that was drafted ahead, or grow one; then begin with the next one, unless nothing is drafted."""
+        self._run.seen = self.seen
         ready, self._ready = self._ready, None
         if ready is not None and ready[1:] == (growth, budget):
             draft = replace(ready[0], is_reused=True)
         else:
             draft = self._run.propose(pending, growth, budget)
         if draft.values is not None and draft.tree.tokens.shape[1] > 1:
-            self._guess = self._begin(draft, growth, budget)
+            self._guess = self._begin(self._run.texts(pending), draft, growth, budget)
         return draft
 
-    def _begin(self, draft: Draft, growth: Growth | None, budget: int) -> _Guess:
+    def _begin(self, seen: Seen, draft: Draft, growth: Growth | None, budget: int) -> _Guess:
         """Begin to draft below the likeliest path."""
         assert draft.values is not None, "the caller has checked"
         path, lengths, last = _likeliest_path(draft.tree, draft.values)
+        guessed = _text_after(seen, draft.tree, path, lengths)
         if self._stream is None:
             self._stream = side_stream(last)
         run, stream = self._run, self._stream
@@ -136,7 +143,8 @@ class _OverlappedRun(DraftRun):
         @torch.no_grad()
         def work() -> tuple[_CopiedRun, Tensor, Draft]:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                other, token = run.after(path, lengths)
+                other, token = run.after(guessed, path, lengths)
+                other.seen = replace(guessed, pending=token)
                 return other, token, other.propose(token, growth, budget)
 
         return _Guess(last, self._pool.submit(work), growth, budget)
@@ -153,18 +161,15 @@ class _OverlappedRun(DraftRun):
         last = acceptance.path.long().gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
         is_right = (lengths == 0) | ((last == guess.last) & (acceptance.next_token == token))
         if bool(is_right.all()):
+            other.append_own(self._run.draft, acceptance)
             self._run, self._ready = other, (draft, guess.growth, guess.budget)
         else:
             self._run.observe(acceptance)
         return None
 
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         self._ready = None
-        self._run.admit(row, prompt)
-
-    def restart(self, prompts: Sequence[Sequence[int]]) -> None:
-        self._ready = None
-        self._run.restart(prompts)
+        self._run.begin(rows, prompts)
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         self._run.reserve(max_length, growth, budget, begins=begins)
@@ -181,3 +186,11 @@ def _likeliest_path(tree: TokenTree, values: Tensor) -> tuple[Tensor, Tensor, Te
     lengths = mask.sum(1)
     path = torch.where(torch.arange(path.shape[1], device=path.device) < lengths[:, None], path, -1)
     return path.to(torch.int32), lengths.to(torch.int32), last
+
+
+def _text_after(seen: Seen, tree: TokenTree, path: Tensor, lengths: Tensor) -> Seen:
+    """Copy the texts with the first int32[batch] of int32[batch, m] nodes behind them; the last one stays pending."""
+    place = torch.arange(path.shape[1], device=path.device)
+    index = seen.lengths[:, None] + torch.where(place < lengths[:, None], place, 0)
+    tokens = seen.tokens.scatter(1, index, tree.tokens.gather(1, path.clamp(min=0).long()))
+    return Seen(tokens, seen.lengths + lengths, seen.pending)

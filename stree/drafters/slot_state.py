@@ -41,7 +41,7 @@ class SlotState(HeadState):
         super().__init__(head, prompts)
         batch, slots = len(prompts), head.num_slots
         logits = torch.zeros(batch, slots, head.vocab_size, dtype=state_dtype(head.dtype), device=head.device)
-        self._root_logits, self._root_feedback = logits, self._feedback.new_zeros(batch, slots, head.num_features)
+        self._root_logits, self._root_feedback = logits, self._queue.new_zeros(batch, slots, head.num_features)
         self._chunk = head.num_columns(CHUNK) // slots
         self.num_block_calls = 0
 
@@ -53,12 +53,12 @@ class SlotState(HeadState):
         if length > state.max_length or columns > state.max_nodes:
             self._resize(max(state.max_length, 2 * length * (length > state.max_length)), max(columns, state.max_nodes))
 
-    def verify(self, state: DecodeState, tree: TokenTree, first: int = 0) -> Tensor:
-        """Return the logits of what follows the columns of a growing tree, as ``TreeLM.verify``."""
+    def verify(self, tree: TokenTree, first: int) -> Tensor:
+        """Return the logits of what follows the nodes ``first``.. of a growing tree, as ``TreeLM.verify``."""
         if first == 0:
             self._begin_tree(tree)
         else:
-            self._place_nodes(state, tree, first)
+            self._place_nodes(self.decode_state, tree, first)
         return self._logits.take_along_dim(self._place[:, first:, None], 1)
 
     def _begin_tree(self, tree: TokenTree) -> None:
@@ -97,7 +97,7 @@ class SlotState(HeadState):
         features = self._outputs.take_along_dim(above[..., None], 1)
         begin = used
         if not self.num_block_calls:
-            begin, features = 0, torch.cat([self._root_feature[:, None], features], 1)
+            begin, features = 0, torch.cat([self._queue[:, :1], features], 1)
         more = self._blocks(tokens, above, used)
         parts = ((self._columns.tokens, more[0]), (self._columns.parents, more[1]))
         self._columns = TokenTree.unchecked(*(torch.cat(part, 1) for part in parts))

@@ -60,7 +60,7 @@ class SuffixDrafter(Drafter):
 class _SuffixRun(DraftRun):
     """Suffix automata of a batch, and the ends of its texts, on the host."""
 
-    can_admit = can_select = can_extend = True
+    can_begin = can_select = can_extend = True
 
     def __init__(self, prompts: Sequence[Sequence[int]], store: Datastore | None, min_match: int) -> None:
         self._automata = [SuffixAutomaton(prompt) for prompt in prompts]
@@ -118,11 +118,12 @@ class _SuffixRun(DraftRun):
                 self._pending[row], self._read_pending[row] = tokens[-1], False
         self._accepted = None
 
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         self._read_accepted()
-        self._pending[row] = None  # its first token is drawn from the prompt's logits
-        self._automata[row], self._ends[row] = SuffixAutomaton(prompt), list(prompt[-LONGEST_MATCH:])
-        self._read_pending[row] = False
+        for row, prompt in zip(rows, prompts, strict=True):
+            self._pending[row] = None  # its first token is drawn from the prompt's logits
+            self._automata[row], self._ends[row] = SuffixAutomaton(prompt), list(prompt[-LONGEST_MATCH:])
+            self._read_pending[row] = False
 
     def select(self, rows: Tensor, rng: Random) -> _SuffixRun:
         self._read_accepted()

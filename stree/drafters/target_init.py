@@ -10,6 +10,7 @@ from torch import Tensor
 
 from stree.drafters.base import Draft, Drafter, DraftRun, in_turn
 from stree.drafters.model import ModelDrafter
+from stree.drafters.tree_builder import FIRST_DRAFTED
 from stree.growth import Growth, TargetInit
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
@@ -77,16 +78,16 @@ class _RootLogits:
     logits: Tensor | None = None
 
     def __call__(self, tree: TokenTree, logits: Tensor) -> Tensor:
-        """Replace all of float[batch, columns, vocab] in a tree's first call, which scores the root."""
-        if self.logits is None or logits.shape[1] < tree.tokens.shape[1]:
+        """Replace float[batch, 1, vocab] of a tree's first call, which scores the root."""
+        if self.logits is None or tree.tokens.shape[1] > FIRST_DRAFTED:
             return logits
-        return self.logits[:, None].to(logits).expand_as(logits)
+        return self.logits[:, None].to(logits)
 
 
 class _TargetInitRun(DraftRun):
     """A draft model's run, and the distribution that the last verification left in each row."""
 
-    can_admit = True
+    can_begin = True
 
     def __init__(self, run: DraftRun, batch: int, device: torch.device) -> None:
         self._run, self._root = run, _RootLogits()
@@ -101,7 +102,7 @@ class _TargetInitRun(DraftRun):
             temperature = torch.as_tensor(growth.sampling.temperature, dtype=self._left.dtype).view(-1, 1)
             # The draft's sampling divides by it, unless it is greedy.
             self._root.logits = self._left.log() * torch.where(temperature == 0, 1.0, temperature)
-        self._run.processor = in_turn(self.processor, self._root)
+        self._run.seen, self._run.processor = self.seen, in_turn(self.processor, self._root)
         draft = self._run.propose(pending, growth, budget)
         if not self._has_new_text:
             return draft
@@ -116,10 +117,10 @@ class _TargetInitRun(DraftRun):
         self._has_left.fill_(True)
         self._run.observe(acceptance)
 
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
-        self._has_left[row] = False
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        self._has_left[list(rows)] = False
         self._has_new_text = True
-        self._run.admit(row, prompt)
+        self._run.begin(rows, prompts)
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         self._run.reserve(max_length, growth, budget, begins=begins)

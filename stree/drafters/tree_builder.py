@@ -1,6 +1,6 @@
 """The draft tree while it grows: columns are appended layer by layer, and each is run once.
 
-Every growth is built by this class.  Column, root offset, node and slot are defined in ``stree.growth.plan``.
+Every growth is built by this class.  Column, node and slot are defined in ``stree.growth.plan``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor
 from stree.drafters.candidates import Candidates
 from stree.growth import Layer, Plan
 from stree.kernels.dispatch import may_have_any, most_true
+from stree.kernels.step.texts import Seen
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.tree_growth.api import append, begin, cut, place, select
 from stree.kernels.tree_growth.operands import Chosen, Layout, Proposed, Words
@@ -21,7 +22,7 @@ from stree.tree import TokenTree
 
 __all__ = ["FIRST_DRAFTED", "GrownTree", "columns_run", "narrowed", "num_columns", "num_run"]
 
-FIRST_DRAFTED = 2  # column of the first drafted node
+FIRST_DRAFTED = 2  # column of the first drafted node, behind the last token of the text and the pending one
 
 
 def num_columns(plan: Plan) -> int:
@@ -36,7 +37,7 @@ def num_run(plan: Plan) -> int:
 
 
 def columns_run(plan: Plan) -> int:
-    """Count the columns of a draft model's tree that are run: the nodes, and the last accepted one before them."""
+    """Count the columns of a draft model's tree that are run: the nodes, and the token before them."""
     return num_run(plan) + FIRST_DRAFTED - 1
 
 
@@ -65,14 +66,11 @@ class GrownTree:
     frontier is the layer that was grown last.
 
     Args:
-        pending: int64[batch], root tokens.
-        leaf: int64[batch], last accepted leaves.
-        has_leaf: bool[batch], whether the draft model still has to run that leaf.
+        seen: the texts, whose pending tokens are the roots.
         left: int64[batch], nodes that the budget allows.
         plan: of the tree.
 
     Attributes:
-        root_offset: int64[batch], column of the root.
         frontier_value: float[batch, above], values of the frontier's nodes.
         left: int64[batch], nodes that the budget still allows.
         frontier_number: number of the frontier's first node in random draws; it does not depend on the batch.
@@ -85,9 +83,9 @@ class GrownTree:
 
     scored: TokenTree
 
-    def __init__(self, pending: Tensor, leaf: Tensor, has_leaf: Tensor, left: Tensor, plan: Plan) -> None:
-        self._columns = columns = begin(pending, leaf, has_leaf, num_columns(plan))
-        self.root_offset, self.left, self._mask = columns.lead, left, columns.mask
+    def __init__(self, seen: Seen, left: Tensor, plan: Plan) -> None:
+        self._columns = columns = begin(seen, num_columns(plan))
+        self.left, self._mask = left, columns.mask
         self._tokens, self._parents, self._depths = columns.tokens, columns.parents, columns.depths
         self._value = columns.values  # of the target's nodes
         self.frontier_value = self._value[:, :1]
@@ -101,14 +99,12 @@ class GrownTree:
         """Run the columns that were not yet run; return the logits of the frontier, float[batch, above, vocab].
 
         Args:
-            score: gives the logits of a tree's columns from one on, float[batch, n - first, vocab].
+            score: runs a tree's columns from one on; gives the logits of as many of them, but for the first column.
         """
         size = self.size
         depths, mask = self._depths[:, :size], self._mask[:, :size, :size]
         tree = TokenTree.unchecked(self.tokens, self.parents, depths, mask)
         logits, self.scored = score(tree, self.num_run), tree
-        if not self.num_run:
-            logits = logits.gather(1, self.root_offset.view(-1, 1, 1).expand(-1, 1, logits.shape[-1]))
         self.num_run = size
         self.num_calls += 1
         return logits
@@ -125,8 +121,7 @@ class GrownTree:
 
     def context(self, children: Tensor) -> Words:
         """Return int64[batch, above, ranks] children of the frontier with the tokens above them."""
-        root_offset = None if self._begin else self.root_offset
-        return Words(children, self._tokens, self._parents, self._begin + 1, root_offset)
+        return Words(children, self._tokens, self._parents, self._begin + 1)
 
     def add(self, layer: Layer, slots: Tensor, is_taken: Tensor, candidates: Candidates, value: Tensor) -> bool:
         """Append a layer below the frontier; its leaves are appended by ``add_leaves``.
@@ -157,7 +152,7 @@ class GrownTree:
         is_contested = self._plan.is_pruned and self.size - 1 + chosen.slots.shape[1] > self._plan.num_nodes
         layout = Layout(
             width,
-            frontier=self._begin + 1 if self._begin else 0,
+            frontier=self._begin + 1,
             size=self.size,
             num_nodes=self._plan.num_nodes if is_contested else None,
             is_cut=layer.slots is None,

@@ -8,9 +8,8 @@ Terms that the whole package uses:
   index in its layer x ranks + rank.
 * value of a node: estimated probability that the target accepts it together with all its ancestors.
 * priority of a slot: the same probability before the token is drawn, so it does not depend on that token.
-* column: index in the arrays of the draft model's own tree.  It begins with [last accepted leaf, root] where the draft
-  model has not yet run that leaf, else with [root, padding].  Node i > 0 is column i + 1.
-* root offset: column of the root, 1 or 0.
+* column: index in the arrays of the draft model's own tree, which begins with the last token before the root, as the
+  draft model has not run that one yet.  Node i is column i + 1.
 """
 
 from __future__ import annotations

@@ -111,11 +111,23 @@ def test_the_verification_of_every_family(family: str, monkeypatch: pytest.Monke
     assert found.stats["graphs"]["replays"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "temperature"), [("model", 0.0), ("fused", 0.8)])
-def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small trees are captured before large ones come; texts are taken up in between."""
-    sizes = [4] * 6 + [16, 1, 12, 6, 1] * 4
+GROWING = [4] * 6 + [16, 1, 12, 6, 1] * 4  # small trees are captured before large ones come
+
+
+@pytest.mark.parametrize(
+    ("name", "temperature", "sizes", "defers_commit"),
+    slow_unless(
+        lambda *case: case[-1] and not case[1],
+        [
+            ("model", 0.0, GROWING, False), ("fused", 0.8, GROWING, False),
+            ("model", 0.0, [8, 1, 1, 8], True), ("model", 0.8, [8, 1, 1, 8], True),
+        ],
+    ),
+)  # fmt: skip
+def test_sizes_that_change_from_step_to_step(
+    name: str, temperature: float, sizes: list[int], defers_commit: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts are taken up in between."""
 
     class Turns(AutoBudget):
         """Sizes in turn; what "auto" would choose depends on the clock, and so would sampled texts."""
@@ -130,11 +142,14 @@ def test_sizes_that_change_from_step_to_step(name: str, temperature: float, monk
     monkeypatch.setattr("stree.decode.tree_sizes.AutoBudget", Turns)
     options: dict[str, Any] = {"texts": random_texts(random.Random(3), [4, 7, 5, 6, 3]), "max_batch": 2}
     options |= {"budget": "auto", "growth": Calibrated(3), "sampling": Sampling(temperature), "max_new_tokens": 40}
-    expected = generate(launched(), drafter_named(name), **options).sequences
+    expected = generate(launched(), drafter_named(name), **options)
     lm = captured(monkeypatch)
+    for model in (lm, near_drafter().lm):
+        monkeypatch.setattr(model, "defers_commit", defers_commit)
     for _ in range(2):
         found = generate(lm, drafter_named(name), **options)
-        assert found.sequences == expected and not found.stats["graphs"]["not_captured"]
+        assert found.sequences == expected.sequences and found.stats["tau"] == expected.stats["tau"]
+        assert not found.stats["graphs"]["not_captured"]
     assert found.stats["graphs"]["replays"] > found.stats["steps"] / 2
 
 

@@ -170,12 +170,12 @@ def test_drafters_and_runs_of_other_classes_are_refused() -> None:
 
 def test_slots_serve_chains_whose_last_leaf_was_never_run() -> None:
     arguments = {"growth": Chain(3), "budget": 4, "max_new_tokens": NEW}
-    self_drafter = ModelDrafter(lm())  # everything is accepted, so that a leaf is left at every step
+    self_drafter = ModelDrafter(lm())  # everything is accepted, so that a leaf never run is accepted in every step
     together = stree.generate(lm(), TEXTS, self_drafter, **arguments)  # type: ignore[arg-type]
     assert together.stats["tau"] > 3
     alone = stree.generate(lm(), TEXTS, self_drafter, **arguments, max_batch=2)  # type: ignore[arg-type]
     assert alone.sequences == together.sequences
-    assert alone.stats["tau"] == together.stats["tau"]  # no leaf of an earlier text stands before the next
+    assert alone.stats["tau"] == together.stats["tau"]  # no token of an earlier text stands before the next
     assert torch.equal(torch.tensor(together.stats["num_new_tokens"]), torch.full((len(TEXTS),), NEW))
 
 
@@ -197,7 +197,7 @@ def test_a_drafter_that_dies_over_a_new_prompt_is_done_without() -> None:
     class Mortal(SuffixDrafter):
         def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Any:
             run: Any = super().start(vocab_size, prompts, rng)
-            run.admit = refuse
+            run.begin = refuse
             return run
 
     def refuse(*_: Any) -> None:

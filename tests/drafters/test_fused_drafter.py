@@ -129,7 +129,7 @@ class Drawn(Retrieval):
         draft = super().propose(pending, growth, budget)
         parents = draft.tree.parents
         dists = DraftProbs(
-            torch.full((len(pending), 1, 4), 0.25), parents, torch.full_like(parents, SAMPLED).to(torch.int8)
+            torch.full((len(parents), 1, 4), 0.25), parents, torch.full_like(parents, SAMPLED).to(torch.int8)
         )
         return replace(draft, probs=dists)
 
@@ -138,7 +138,7 @@ def test_what_was_drawn_stays_though_no_growth_says_that_it_is_drawn() -> None:
     drawn = Drawn([0, 3, 1], [-1, 0, 0], [1.0, 0.1, 0.05])
     sure = Retrieval([0, 2, 2, 2], [-1, 0, 1, 2], [1.0, 0.99, 0.98, 0.97])
     run = FusedDrafter(drawn, sure).start(4, [[0]], random_rows(1))
-    assert run.propose(torch.zeros(1).long(), None, 4).tree.tokens.tolist() == [[0, 3, 1, 2]]
+    assert run.propose(torch.tensor([0]), None, 4).tree.tokens.tolist() == [[0, 3, 1, 2]]
 
 
 def test_retrieved_first_tokens_that_the_draft_finds_unlikely_are_left_out_when_sampling() -> None:
@@ -223,7 +223,7 @@ def test_a_sequence_learns_how_far_to_trust_retrieval_and_anew_in_another_text()
     # Nothing is accepted; the next token was retrieved in the first row only; the third is inactive, the fourth ends.
     path, lengths = torch.zeros(4, 1).int(), torch.tensor([1, 1, 0, 1]).int()
     run.observe(Acceptance(path, lengths, torch.tensor([2, 3, 3, 3])))
-    run.admit(3, [0, 1])
+    run.begin([3], [[0, 1]])
     right, wrong, inactive, new = worth()
     assert right > inactive > wrong and new == inactive
 

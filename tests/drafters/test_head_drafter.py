@@ -95,7 +95,7 @@ class HeadSteps(DraftSteps):
     def error(self, model: Any = None) -> float:
         """The same of the next draft of two layers, which is not accepted."""
         growth, self.growth = self.growth, Static([2, 2]).bind(Sampling(1.0))
-        draft = self.run.propose(self.pending.clone(), self.growth, 7)
+        draft = self.run.propose(self.pending, self.growth, 7)
         error = self.head_error(draft)
         self.accept(draft.tree, [[] for _ in self.texts])
         self.growth = growth
@@ -115,9 +115,9 @@ def test_the_head_s_state_follows_the_text(name: str) -> None:
 
 def test_features_of_other_positions_are_noticed() -> None:
     steps = HeadSteps(Chain(2))
-    steps.head_error(steps.run.propose(steps.pending.clone(), steps.growth, 3))
+    steps.head_error(steps.run.propose(steps.pending, steps.growth, 3))
     steps.texts = [[*text[:-1], (text[-1] + 1) % 90] for text in steps.texts]
-    draft = steps.run.propose(steps.pending.clone(), steps.growth, 3)
+    draft = steps.run.propose(steps.pending, steps.growth, 3)
     assert steps.head_error(draft) > 100 * CLOSE
 
 
@@ -132,11 +132,11 @@ def test_texts_that_begin_in_mid_run_leave_nothing_of_the_old_ones(
         steps.step(budget)
         steps.step(1)
         steps.texts[0] = list(range(40, 80))  # longer than a chain that is run at once
-        steps.run.admit(0, steps.texts[0])
+        steps.run.begin([0], [steps.texts[0]])
         steps.read([0])
         assert steps.error() < CLOSE
         steps.texts = [[2, 9], [1, 8, 4], [7]]
-        steps.run.restart(steps.texts)
+        steps.run.begin(range(len(steps.texts)), steps.texts)
         steps.read(range(3))
         assert steps.error() < CLOSE
 
@@ -214,7 +214,7 @@ def test_captured_steps_give_the_texts_of_launched_ones(
 
 def test_a_run_that_is_given_no_hidden_states_fails_over_to_plain_decoding() -> None:
     steps = HeadSteps(Chain(2))
-    draft = steps.run.propose(steps.pending.clone(), steps.growth, 3)
+    draft = steps.run.propose(steps.pending, steps.growth, 3)
     zero = torch.zeros(3, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"needs the target's hidden states of layers \(-1,\)"):
         steps.run.observe(Acceptance(zero, zero[:, 0] + 1, torch.zeros(3, dtype=torch.long)))

@@ -10,8 +10,10 @@ import torch
 from helpers.draft_steps import DraftSteps
 from helpers.on_device import treat_as_on_device
 from helpers.outcomes import random_rows
+from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import TOLERANCE, VOCAB, patched, random_texts, tiny_model
 
+import stree
 from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, DySpec, Growth, Static
 
@@ -39,9 +41,41 @@ def test_the_draft_state_follows_the_text(family: str, name: str, temperature: f
     texts = random_texts(random.Random(0), [5, 1, 9])
     steps = DraftSteps(ModelDrafter(patched(model)), VOCAB, texts, growth, temperature)
     for _ in range(12):
-        # The leaf accepted last may never have been run: it is run together with the next root.
+        # The last token of the text, which was run or not, is run with the next root.
         assert steps.step().num_calls <= most_calls
     assert steps.error(model) < EXACT
+
+
+@pytest.mark.parametrize("family", matrix())
+def test_texts_of_one_token_and_of_many_begin_together(family: str) -> None:
+    lm = stree.TreeLM(model := family_model(family))
+    texts = random_texts(random.Random(2), [1, 2, 40])
+    steps = DraftSteps(ModelDrafter(lm), lm.vocab_size, texts, Chain(2))
+    assert steps.error(model) < EXACT
+    steps.step()
+    for row, text in ((2, [3]), (0, [4, 8, 1])):
+        steps.texts[row] = text
+        steps.run.begin([row], [text])
+    assert steps.error(model) < EXACT
+    steps.texts = [[7], [8], [9]]
+    steps.run.begin(range(len(steps.texts)), steps.texts)
+    assert steps.error(model) < EXACT
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+def test_deferred_commits_follow_the_text_over_steps_that_draft_nothing(
+    family: str, on_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    treat_as_on_device(monkeypatch, host_can_read=not on_device)
+    model = tiny_model(family)
+    lm = patched(model)
+    lm.defers_commit = True
+    steps = DraftSteps(ModelDrafter(lm), VOCAB, random_texts(random.Random(3), [5, 1, 9]), Static([2, 2]), 1.0)
+    for _ in range(3):
+        for budget in (8, 1, 1, 8):
+            steps.step(budget)
+        assert steps.error(model) < EXACT
 
 
 def test_an_unused_model_catches_up_on_what_was_emitted() -> None:
@@ -64,11 +98,11 @@ def test_no_token_of_a_text_is_run_into_the_next_one_of_its_row(
         steps.step(budget)
         steps.step(1)
         steps.texts[0] = [6, 5, 4]
-        steps.run.admit(0, steps.texts[0])
+        steps.run.begin([0], [steps.texts[0]])
         assert steps.error(model) < EXACT
         steps.step(1)
         steps.texts = [[2, 9], [1, 8, 4]]
-        steps.run.restart(steps.texts)
+        steps.run.begin(range(len(steps.texts)), steps.texts)
         assert steps.error(model) < EXACT
 
 
@@ -79,7 +113,7 @@ def test_texts_and_trees_that_outgrow_the_draft_state() -> None:
     steps.growth = Chain(6).bind(steps.growth.sampling)
     steps.step()
     steps.texts[1] = [3] * 1100
-    steps.run.admit(1, steps.texts[1])
+    steps.run.begin([1], [steps.texts[1]])
     assert steps.error(model) < EXACT
 
 

@@ -117,7 +117,7 @@ def test_trees_that_are_kept_by_what_they_hold_are_noticed(monkeypatch: pytest.M
     monkeypatch.setattr(overlapped, "ThreadPoolExecutor", AtOnce)
     real = overlapped._OverlappedRun.propose
 
-    def chosen(self: Any, pending: Tensor, growth: Any, budget: int) -> Any:
+    def chosen(self: Any, pending: Any, growth: Any, budget: int) -> Any:
         if self._ready is not None and int(self._ready[0].tree.tokens[0, 1]) != 1:
             self._ready, budget = None, 1
         return real(self, pending, growth, budget)

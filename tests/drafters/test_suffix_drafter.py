@@ -48,7 +48,7 @@ def test_every_accepted_token_is_read_once_and_rows_are_independent(
         steps.step(budget=1 if step % 5 == 4 else 6)
         check_trees(steps)
     steps.texts[1] = [1, 2, 3, 5, 1, 2]  # of the text before, no pending token is left behind
-    steps.run.admit(1, steps.texts[1])
+    steps.run.begin([1], [steps.texts[1]])
     check_trees(steps)
 
 

@@ -64,7 +64,7 @@ def test_a_greedy_tree_looks_up_the_pairs_and_triples_of_every_node(is_stopped: 
 def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
     dist, growth = TableModel.random(5, 1), Calibrated(depth=2).bind(Sampling())
     run = table_drafter(dist).start(5, [[0], [0]], random_rows(2))
-    pending = torch.zeros(2, dtype=torch.long)
+    pending, text = torch.zeros(2, dtype=torch.long), [0]
 
     def eldest() -> Tensor:
         return rated(run)[:, 0, 0]
@@ -75,7 +75,8 @@ def test_a_greedy_run_learns_from_its_paths_and_its_growth_does_not() -> None:
         draft, before = run.propose(pending, growth, 2), eldest()
         lengths = torch.tensor([len(path), 0], dtype=torch.int32)
         run.observe(Acceptance(torch.tensor([path, path], dtype=torch.int32), lengths, pending))
+        text = [*text, *draft.tree.tokens[0, path].tolist()]
         assert draft.tree.tokens.shape[1] == 2 and draft.probs is None
         assert sign * float(eldest()[0] - before[0]) > 0.01 and eldest()[1] == before[1]
-    run.restart([[0], [0]])
+    run.begin([0, 1], [[0], [0]])
     assert torch.equal(eldest(), begun), "other texts begin anew"

@@ -141,7 +141,7 @@ class SlotSteps(DraftSteps):
 
     def error(self, model: Any = None) -> float:
         """The same of the next draft, which is not accepted."""
-        draft = self.run.propose(self.pending.clone(), self.growth, 12)
+        draft = self.run.propose(self.pending, self.growth, 12)
         error = self.slot_error(draft)
         self.accept(draft.tree, [[] for _ in self.texts])
         return error
@@ -177,11 +177,11 @@ def test_texts_that_begin_in_mid_run_leave_nothing_of_the_old_ones(
         steps.step(budget)
         steps.step(1)
         steps.texts[0] = list(range(40, 80))
-        steps.run.admit(0, steps.texts[0])
+        steps.run.begin([0], [steps.texts[0]])
         steps.read([0])
         assert steps.error() < CLOSE
         steps.texts = [[2, 9], [1, 8, 4], [7]]
-        steps.run.restart(steps.texts)
+        steps.run.begin(range(len(steps.texts)), steps.texts)
         steps.read(range(3))
         assert steps.error() < CLOSE
 

@@ -17,7 +17,7 @@ from stree.verify import Acceptance
 class Retrieval(Drafter, DraftRun):
     """A drafter that always retrieves the same tree; it is its own run."""
 
-    can_admit = can_extend = True
+    can_begin = can_extend = True
 
     def __init__(self, tokens: Sequence[int], parents: Sequence[int], values: Sequence[float] | None = None) -> None:
         self.tokens, self.parents = list(tokens), list(parents)
@@ -31,8 +31,8 @@ class Retrieval(Drafter, DraftRun):
         tree = TokenTree(torch.tensor([self.tokens] * batch), torch.tensor([self.parents] * batch, dtype=torch.int32))
         return Draft(tree, None, int(tree.depths.max()), values=torch.tensor([self.values] * batch))
 
-    def admit(self, row: int, prompt: Sequence[int]) -> None:
-        """Propose the same tree for another text."""
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Propose the same tree for other texts."""
 
     def observe(self, acceptance: Acceptance) -> None:
         """Learn nothing."""

@@ -13,6 +13,7 @@ from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
 from stree.growth.calibrated import typical_values
 from stree.growth.learned_acceptance import GreedyAcceptance, SampledAcceptance
+from stree.kernels.step.texts import Seen
 from stree.kernels.tree_growth.operands import Children, Level, Memory, RankFit, Table, Words
 from stree.kernels.tree_growth.reference import remember
 
@@ -74,8 +75,7 @@ def said(batch: int, above: int, ranks: int, seed: int, device: torch.device = D
     remember(memory, words_of(12), None, length)
     room = 3 + above
     parents = (torch.rand(batch, room, generator=generator) * torch.arange(room)).int() - 1
-    lead = torch.randint(2, (batch,), generator=generator).to(device) if above == 1 else None
-    return memory, Words(words_of(above, ranks), words_of(room + 2)[:, :room], parents.to(device), 3, lead)
+    return memory, Words(words_of(above, ranks), words_of(room + 2)[:, :room], parents.to(device), 3)
 
 
 class Ranked(NamedTuple):
@@ -97,15 +97,6 @@ class Ranked(NamedTuple):
         memory, words = said(batch, above, ranks, seed, device)
         given = replace(given, probs=probs, words=words if seed > 1 else None)
         return cls(fit, Level(shift, torch.ones_like(shift)), memory, given)
-
-
-def begun(ranked: Ranked) -> Ranked:
-    """Give the children of roots that no token precedes, where a text holds whatever is looked up."""
-    memory, words = ranked.memory, ranked.given.words
-    assert words is not None
-    words = replace(words, parents=torch.full_like(words.parents, -1))
-    known = Memory(torch.ones_like(memory.places), torch.full_like(memory.last, -1))
-    return ranked._replace(given=replace(ranked.given, words=words), memory=known)
 
 
 def some_table(batch: int, ranks: int, seed: int, device: torch.device = DEVICE) -> Table:
@@ -139,9 +130,9 @@ class Forest:
     ) -> None:
         self.plan, self.generator = plan, torch.Generator().manual_seed(seed)
         self.batch, self.device, self.dtype = batch, device, dtype
-        has_leaf = self._drawn(2).bool()
         left = torch.full((batch,), plan.num_nodes, device=device)
-        self.grown = GrownTree(self._drawn(50), self._drawn(50), has_leaf, left, plan)
+        seen = Seen(self._drawn(50, 7), 1 + self._drawn(7), self._drawn(50))
+        self.grown = GrownTree(seen, left, plan)
 
     def _drawn(self, most: int, *shape: int) -> Tensor:
         return torch.randint(most, (self.batch, *shape), generator=self.generator).to(self.device)

@@ -60,6 +60,9 @@ class TableState:
     def select(self, rows: Tensor) -> TableState:
         return TableState(self.lengths[rows], self.max_length, self.max_nodes, self.length_bound)
 
+    def reset_rows(self, rows: list[int]) -> None:
+        self.lengths[rows] = 0
+
     def reset(self) -> None:
         self.lengths, self.length_bound = torch.zeros_like(self.lengths), 0
 

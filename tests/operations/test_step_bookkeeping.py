@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 from stree.kernels.step import bookkeeping
 from stree.kernels.step import texts as texts_of_step
-from stree.kernels.step.bookkeeping import DeferredPath, Drafted
+from stree.kernels.step.bookkeeping import DeferredPath
 from stree.kernels.step.texts import Seen, Texts, emit
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,25 +93,28 @@ def test_a_path_on_columns_is_the_same(seed: int, batch: int, n: int, m: int, is
     torch.manual_seed(seed)
     path, lengths = paths(draw, batch, n, m)
     order = torch.stack([torch.cat([torch.zeros(1).long(), 1 + torch.randperm(n - 1)]) for _ in range(batch)])
-    tokens, has_leaf, leaf = draw(0, 99, batch, n + 9)[:, : n + 1], draw(0, 2, batch).bool(), draw(0, 99, batch)
+    order = torch.where(draw(0, 9, batch, n) == 0, -1, order)
     num_run = int(draw(1, n + 2))
-    given = path, lengths, order if is_ordered else None, tokens, has_leaf, leaf
-    moved: list[Any] = [on_device(one) for one in given]
-    found = bookkeeping._path_in_one(*moved[:2], Drafted(*moved[2:], num_run))
-    wanted = bookkeeping.path_on_columns(*given[:2], Drafted(*given[2:], num_run))
-    for one, other in zip((*found, *moved[4:]), (*wanted, has_leaf, leaf), strict=True):
-        assert one.dtype == other.dtype and torch.equal(one.cpu(), other)
+    given = path, lengths, order if is_ordered else None
+    wanted = bookkeeping.path_on_columns(*given, num_run)
+    with as_on_device(host_can_read=True):
+        found = bookkeeping.path_on_columns(*map(on_device, given), num_run)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype == torch.int32 and torch.equal(one.cpu(), other)
 
 
 def test_a_path_on_columns_by_hand() -> None:
     path, lengths = torch.tensor([[0, 2, 3], [0, 1, -1], [0, -1, -1]]).int(), torch.tensor([3, 2, 0]).int()
-    tokens = torch.arange(15).view(3, 5) + 10
-    has_leaf, leaf = torch.tensor([True, False, True]), torch.tensor([1, 2, 3])
-    full, count = bookkeeping.path_on_columns(path, lengths, Drafted(None, tokens, has_leaf, leaf, 3))
-    # Columns of the first: the old leaf, the root behind it, nodes 2 and 3 in columns 3 and 4, the last one never run.
-    assert full[0].tolist() == [0, 1, 3, 4] and full[1, :2].tolist() == [0, 2]
-    assert count.tolist() == [3, 2, 0]
-    assert has_leaf.tolist() == [True, False, True] and leaf.tolist() == [14, 2, 3]
+    # The last token of the text, the root behind it, node 2; the path's last node is not committed yet.
+    columns, count = bookkeeping.path_on_columns(path, lengths, None, 4)
+    assert columns[0].tolist() == [0, 1, 3] and columns[1, :2].tolist() == [0, 1] and count.tolist() == [3, 2, 0]
+    # Node 2 was not run; a retrieved node 3 was accepted below it.
+    assert bookkeeping.path_on_columns(path, lengths, None, 3)[1].tolist() == [2, 2, 0]
+    # In the first row nodes 2 and 3 were retrieved; in the second one node 1 is the third that was drafted.
+    numbers = torch.tensor([[0, 1, -1, -1], [0, 3, 2, 1], [0, 1, 2, 3]])
+    assert bookkeeping.path_on_columns(path, lengths, numbers, 4)[1].tolist() == [2, 2, 0]
+    below = torch.tensor([[0, 1, 3]] * 3).int()
+    assert bookkeeping.path_on_columns(below, lengths + 1, numbers, 5)[0].tolist() == [[0, 1, 2], [0, 1, 4], [0, 1, 2]]
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.integers(1, 40), st.integers(1, 20))
@@ -210,15 +213,12 @@ def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch)
             zero.new_zeros(2, 8 + m), zero, zero.clone(), zero + 9, zero.bool(), torch.arange(m % 3).expand(2, -1)
         )
         given = [on_device(one) for one in (draw(0, 7, 2, n), path, lengths, zero)]
-        columns = on_device(draw(0, 7, 2, n + 1))  # the draft model's tree has one column more
         with launch_keys(monkeypatch) as keys:
             known = Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts)))
             highest = on_device(torch.zeros(2, n))
             texts_of_step._emit_in_one(given[0], given[1], given[2], given[3], known, highest, may_be_infinite=True)
-            bookkeeping._path_in_one(
-                given[1], given[2], Drafted(None, columns, on_device(zero.bool()), on_device(zero), n)
-            )
             with as_on_device(host_can_read=True):
+                bookkeeping.path_on_columns(given[1], given[2], None, n)
                 bookkeeping.path_on_nodes(given[1], given[2], n // 4)
         found.append(keys)
     assert [name for name, _ in found[0]] == ["emit_kernel", "columns_kernel", "nodes_kernel"]

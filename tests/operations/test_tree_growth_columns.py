@@ -23,6 +23,7 @@ from stree.drafters.candidates import Candidates
 from stree.drafters.tree_builder import GrownTree
 from stree.growth import Layer, Plan
 from stree.kernels.dispatch import as_on_device
+from stree.kernels.step.texts import Seen
 from stree.kernels.tree_growth import api, cpu, operands
 from stree.kernels.tree_growth.operands import Chosen, Layout
 
@@ -189,13 +190,13 @@ def test_columns_are_made_of_operands_of_any_strides() -> None:
     def drawn(most: int, *shape: int) -> Tensor:
         return torch.randint(most, shape, generator=generator).to(DEVICE)
 
-    pending, leaf, has_leaf = drawn(50, 3), drawn(50, 3), drawn(2, 3) > 0
+    text, lengths, pending = drawn(50, 3, 5), 1 + drawn(5, 3), drawn(50, 3)
     taken, tokens, kept = drawn(3, 3, 4) > 0, drawn(50, 3, 1, 6), torch.tensor([[0, 1, 3]] * 3, device=DEVICE)
     values, slots = drawn(9, 3, 1, 6) / 9, torch.arange(24, device=DEVICE).view(3, 8) % 8
-    layout = Layout(width=3, frontier=0, size=2, num_nodes=None)
+    layout = Layout(width=3, frontier=1, size=2, num_nodes=None)
 
     def made(laid: Callable[[Tensor], Tensor], slots: Tensor) -> list[Tensor]:
-        columns = api.begin(laid(pending), laid(leaf), laid(has_leaf), 8)
+        columns = api.begin(Seen(laid(text), laid(lengths), laid(pending)), 8)
         left = torch.full((3,), 9, device=DEVICE)
         appended = api.append(columns, Chosen(slots, laid(taken), laid(values), laid(tokens)), left, layout)
         cut = api.cut(columns, laid(kept), 5)
@@ -212,10 +213,10 @@ def test_columns_are_made_of_operands_of_any_strides() -> None:
 def test_kernels_without_a_gpu_or_the_interpreter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     grown, slots = grown_tree("one", 1, 0), torch.zeros(1, 1, dtype=torch.long)
     chosen = Chosen(slots, slots > 0, slots.float()[..., None], slots[..., None])
-    layout = Layout(width=1, frontier=0, size=2, num_nodes=None)
+    layout = Layout(width=1, frontier=1, size=2, num_nodes=None)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     calls: dict[str, Callable[[], object]] = {
-        "begin": lambda: api.begin(slots[0], slots[0], slots[0] > 0, 5),
+        "begin": lambda: api.begin(Seen(slots, slots[0] + 1, slots[0]), 5),
         "append": lambda: api.append(grown._columns, chosen, grown.left, layout),
         "select": lambda: api.select(grown._columns, 3, 1, by_value=True),
         "cut": lambda: api.cut(grown._columns, None, 2),
@@ -229,9 +230,9 @@ def test_selections_of_equal_padded_sizes_share_a_build(monkeypatch: pytest.Monk
     for by_value in (False, True):
         found = []
         for batch, room, size, count in ((1, 40, 20, 10), (3, 33, 33, 16), (2, 64, 19, 17)):
-            tokens = torch.zeros(batch, dtype=torch.long, device=DEVICE)
+            tokens = torch.ones(batch, dtype=torch.long, device=DEVICE)
             with as_on_device(), launch_keys(monkeypatch) as keys:
-                columns = api.begin(tokens, tokens, tokens > 0, room)
+                columns = api.begin(Seen(tokens[:, None], tokens, tokens), room)
                 keys.clear()
                 api.select(columns, size, count, by_value=by_value)
             found.append(keys)

@@ -53,7 +53,7 @@ def begun(growth: Growth, prompts: list[list[int]]) -> Any:
 def drafts(growth: Growth, budget: int, steps: int) -> list[dict[str, Any]]:
     """Propose and observe some steps, whose target is made of random logits."""
     run, generator = begun(growth, PROMPTS), torch.Generator().manual_seed(3)
-    pending, found = torch.tensor([7, 9]), []
+    texts, pending, found = [*PROMPTS], torch.tensor([7, 9]), list[dict[str, Any]]()
     for _ in range(steps):
         draft = run.propose(pending, growth, budget)
         tree, probs = draft.tree, draft.probs
@@ -62,6 +62,8 @@ def drafts(growth: Growth, budget: int, steps: int) -> list[dict[str, Any]]:
         rng = Random(1, torch.arange(2), torch.zeros(2, dtype=torch.long))
         acceptance = accept(tree, logits, growth.sampling, rng, draft=probs)
         run.observe(acceptance)
+        parts = zip(texts, tree.tokens, acceptance.path.long(), acceptance.path_lengths, strict=True)
+        texts = [[*text, *tokens[path[:length]].tolist()] for text, tokens, path, length in parts]
         pending = acceptance.next_token
         names = ("tokens", "parents", "depths", "ancestor_mask")
         step = {name: getattr(tree, name) for name in names} | {"values": draft.values, "pending": pending}
@@ -94,14 +96,15 @@ def test_drafts_are_the_same_node_for_node(
 def launches_of(growth: Growth, budget: int) -> Counter[str]:
     """Count the launches of one proposal."""
     run: _ModelRun = begun(growth, PROMPTS[:1])
+    pending = torch.tensor([7])
     with as_on_a_gpu():
         run._state._state = None
-        run.propose(torch.tensor([7]), growth, budget)
+        run.propose(pending, growth, budget)
         places = step_counts.Places()
         places.within(run._lm, "verify", "forward")
         counts = LaunchCounter(lambda: places.now)
         with counts.watching():
-            run.propose(torch.tensor([7]), growth, budget)
+            run.propose(pending, growth, budget)
     return Counter({what: number for (part, what), number in counts.found.items() if part != "forward"})
 
 
