@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_families_delta
 from helpers.family_states import Decoding
-from helpers.tiny_family_models import family_model
+from helpers.tiny_family_models import DELTA, family_model
 from helpers.tiny_models import TOLERANCE, fresh_logits, patched, random_texts, relative_error
 from torch import Tensor
 from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
@@ -86,7 +85,7 @@ def multimodal_model(**options: Any) -> Any:
     """Make a Qwen3.5 with a vision tower."""
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     patches = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
-    config = Qwen3_5Config(text_config=tiny_families_delta.DELTA, vision_config={**vision, **patches}, **options)
+    config = Qwen3_5Config(text_config=DELTA, vision_config={**vision, **patches}, **options)
     return Qwen3_5ForConditionalGeneration(config).eval()
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_states import Decoding
-from helpers.host_reads import NoHostReads, ResultSizes
-from helpers.on_device import treat_as_on_device
+from helpers.on_device import NoHostReads, ResultSizes, treat_as_on_device
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
 from helpers.tiny_models import as_commit, extended, path_to, random_texts, tree_error
 

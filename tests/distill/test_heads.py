@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
-from helpers.tiny_distill import SETTINGS
 from helpers.tiny_models import tiny_model
+from helpers.tiny_pairs import SETTINGS
 from safetensors.torch import load_file
 from torch import Tensor
 

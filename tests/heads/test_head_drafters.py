@@ -17,9 +17,9 @@ from helpers.enumeration import EXACT, PLAIN, DraftedTrees, step_bias
 from helpers.fast_cases import slow_unless
 from helpers.head_steps import TEXTS, BlockSteps, SlotSteps, drafts_of_head
 from helpers.on_device import treat_as_on_device
+from helpers.plain_heads import PlainBlocks
 from helpers.table_models import TableModel
-from helpers.tiny_dflash import target_and_block_head, tiny_target
-from helpers.tiny_specblock import PlainBlocks, save_head, target_and_slot_head
+from helpers.tiny_heads import save_slot_head, target_and_block_head, target_and_slot_head, tiny_target
 
 import stree
 from stree.drafters import FusedDrafter, HeadDrafter, NoDrafter, SuffixDrafter
@@ -43,7 +43,7 @@ SLOT_GROWTHS: dict[str, Growth] = {
 def made(tmp_path: Path) -> tuple[stree.TreeLM, SpecBlockHead, PlainBlocks, torch.Tensor]:
     """Load a SpecBlock head; give its plain blocks and tokens, too."""
     lm, _ = target_and_slot_head()
-    weights, tokens = save_head(tmp_path, lm)
+    weights, tokens = save_slot_head(tmp_path, lm)
     head = stree.heads.load(tmp_path, lm)
     assert isinstance(head, SpecBlockHead)
     return lm, head, PlainBlocks(weights, lm.model.get_input_embeddings().weight), tokens
@@ -133,7 +133,7 @@ def enumerated(kind: str, growth: Growth, folder: Path) -> DraftedTrees:
     if kind != "specblock":
         return drafts_of_head(target_and_block_head("llama", kind, 3, torch.float64)[1], growth, 5)
     lm = tiny_target("llama", 3, torch.float64)
-    save_head(folder, lm, draft_vocab=3)
+    save_slot_head(folder, lm, draft_vocab=3)
     head: Any = stree.heads.load(folder, lm)
     head.ranks = lambda logits, feedback: logits.argmax(-1) % 2
     return drafts_of_head(head, growth, 8)

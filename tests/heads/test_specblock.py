@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_specblock import PlainBlocks, save_head, target_and_slot_head
+from helpers.plain_heads import PlainBlocks
+from helpers.tiny_heads import save_slot_head, target_and_slot_head
 
 import stree
 
 
 def test_run_gives_the_logits_of_a_plain_forward(tmp_path: Path) -> None:
     lm, _ = target_and_slot_head()
-    weights, tokens = save_head(tmp_path, lm)
+    weights, tokens = save_slot_head(tmp_path, lm)
     head: Any = stree.heads.load(tmp_path, lm)
     plain = PlainBlocks(weights, lm.model.get_input_embeddings().weight)
     generator = torch.Generator().manual_seed(1)
@@ -49,7 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_heads_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
     lm, _ = target_and_slot_head()
-    save_head(tmp_path, lm)
+    save_slot_head(tmp_path, lm)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **REFUSED[name][0]}))
     with pytest.raises(ValueError, match=REFUSED[name][1]):
@@ -58,7 +59,7 @@ def test_heads_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
 
 def test_a_head_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
     lm, _ = target_and_slot_head()
-    save_head(tmp_path, lm)
+    save_slot_head(tmp_path, lm)
     (tmp_path / "vocab_mapping.pt").unlink()
     with pytest.raises(ValueError, match="has neither the tensor d2t nor vocab_mapping.pt"):
         stree.heads.load(tmp_path, lm)

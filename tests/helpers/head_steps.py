@@ -13,9 +13,9 @@ import stree
 from helpers.draft_steps import DraftSteps
 from helpers.enumerated_texts import drafts_of
 from helpers.enumeration import PLAIN, DraftedTrees
-from helpers.tiny_dflash import target_and_block_head, tensors_of
+from helpers.plain_heads import PlainBlocks
+from helpers.tiny_heads import block_tensors, target_and_block_head
 from helpers.tiny_models import as_commit, path_to, random_texts, relative_error
-from helpers.tiny_specblock import PlainBlocks
 from stree.drafters import Draft, Drafter, HeadDrafter
 from stree.growth import Growth, Static
 from stree.sampling import Sampling
@@ -97,7 +97,7 @@ class BlockSteps(HeadSteps):
                 parent = path_to(tree, row, node)[-2]
                 logits = out[0, int(tree.depths[row, parent]) + (self.kind == "dflash")]
                 if self.kind == "dspark":
-                    tensors = tensors_of("dspark", 32, 97)
+                    tensors = block_tensors("dspark", 32, 97)
                     before = tensors["markov_head.markov_w1.weight"][tree.tokens[row, parent]]
                     logits = logits + tensors["markov_head.markov_w2.weight"] @ before
                 found = draft.probs.probs[row, int(draft.probs.row[row, node])]

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.host_reads import NoHostReads
 from helpers.launch_keys import launch_keys
+from helpers.on_device import NoHostReads
 from helpers.operation_families import ATTENTION
 from helpers.operation_problem import DEVICE, Problem, Tensors, error, mixed_parents, off_path, paths_to, random_parents
 from hypothesis import given, settings

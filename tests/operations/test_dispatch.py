@@ -8,7 +8,7 @@ import time
 import numba
 import pytest
 import torch
-from helpers.together import together
+from helpers.calls import together
 from torch import Tensor
 
 from stree.kernels import dispatch, ops

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from helpers import oracles
 from helpers.fast_cases import slow_unless
-from helpers.host_reads import NoHostReads
+from helpers.on_device import NoHostReads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.host_reads import NoHostReads
+from helpers.on_device import NoHostReads
 from helpers.operation_families import FAMILIES
 from helpers.operation_problem import (
     Family,

@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 if torch.cuda.is_available():
     pytest.skip("launches are counted under Triton's interpreter", allow_module_level=True)
 
-from helpers.host_reads import NoHostReads
 from helpers.launch_keys import launch_keys
+from helpers.on_device import NoHostReads
 from helpers.tiny_models import patched, tiny_model
 
 from benchmarks.ahead_of_time import step_counts
