@@ -5,7 +5,9 @@ Fresh forwards of prompt + path are the oracle; `test_families.py` runs fewer sh
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from helpers.tiny_models import (
 from transformers import DynamicCache
 
 from stree import TokenTree
+from stree.models.state import DecodeState
 
 FLOAT32 = TOLERANCE[torch.float32]
 DEFERS = pytest.mark.parametrize("defers_commit", [False, True])
@@ -114,12 +117,20 @@ def test_entries_of_a_path_past_its_length_are_ignored(filler: int) -> None:
     decoding.score([5, 5])
 
 
-@EVERY
-def test_a_clone_has_the_commits_without_the_uncommitted_tree_and_is_independent(family: str) -> None:
-    decoding = Decoding(tiny_model(family), [6, 9])
+@pytest.mark.parametrize(
+    ("family", "copied", "defers_commit"),
+    [
+        *((family, DecodeState.clone, None) for family in FAMILIES),
+        *(("bamba", copy.deepcopy, defers_commit) for defers_commit in (False, True)),
+    ],
+)
+def test_a_clone_has_the_commits_without_the_uncommitted_tree_and_is_independent(
+    family: str, copied: Callable[[DecodeState], DecodeState], defers_commit: bool | None
+) -> None:
+    decoding = Decoding(tiny_model(family), [6, 9], defers_commit=defers_commit)
     decoding.step([6, 6])
     tree = decoding.score([8, 8])
-    clone = decoding.held_by(decoding.state.clone())
+    clone = decoding.held_by(copied(decoding.state))
     with pytest.raises(RuntimeError, match="call verify first"):
         clone.commit(tree, [[0], [0]])
     for _ in range(2):

@@ -17,12 +17,7 @@ from helpers.family_states import Decoding, verified
 from helpers.fast_cases import slow_unless
 from helpers.on_device import FUSED_OPS
 from helpers.tiny_family_models import ROUTED, family_model, matrix
-from helpers.tiny_models import (
-    fresh_node_logits,
-    real_nodes,
-    relative_error,
-    tree_error,
-)
+from helpers.tiny_models import fresh_node_logits, real_nodes, relative_error, tree_error
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 

@@ -9,14 +9,7 @@ import torch
 from helpers.family_states import Decoding
 from helpers.on_device import treat_as_on_device
 from helpers.tiny_family_models import family_model, matrix
-from helpers.tiny_models import (
-    TOLERANCE,
-    fresh_logits,
-    random_texts,
-    relative_error,
-    right_padded,
-    tiny_model,
-)
+from helpers.tiny_models import TOLERANCE, fresh_logits, random_texts, relative_error, right_padded, tiny_model
 
 import stree
 from stree import TreeLM

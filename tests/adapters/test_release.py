@@ -13,7 +13,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from helpers.family_states import Decoding
 from helpers.tiny_family_models import family_model, matrix
-from helpers.tiny_models import patched, path_to, tiny_model
+from helpers.tiny_models import patched, tiny_model
 
 from stree import TreeLM, custom_generate, generate
 from stree.models.trimmed import TrimmedLM
@@ -127,20 +127,6 @@ def test_copies_and_pickles_of_a_model_leave_its_captured_steps_out() -> None:
         assert copied.cache == {} and copied.model is not lm.model
         Decoding(tiny_model("bamba"), [6], lm=copied).score([5])
     assert "step_cache" in lm.cache
-
-
-@pytest.mark.parametrize("defers_commit", [False, True])
-def test_a_deep_copy_of_a_state_is_a_clone_without_the_uncommitted_tree(defers_commit: bool) -> None:
-    decoding = Decoding(tiny_model("bamba"), [6, 9], defers_commit=defers_commit)
-    decoding.step([6, 6])
-    tree = decoding.score([8, 8])
-    copied = decoding.held_by(copy.deepcopy({"state": decoding.state})["state"])
-    with pytest.raises(RuntimeError, match="call verify first"):
-        copied.commit(tree, [[0], [0]])
-    copied.step([8, 8])
-    decoding.commit(tree, [path_to(tree, row, 7) for row in range(2)])
-    decoding.score([5, 5])
-    copied.score([5, 5])
 
 
 def test_a_model_that_the_generate_hook_has_patched_is_copied_and_pickled_without_captured_steps() -> None:

@@ -19,11 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stree import Sampling, TokenTree, accept
-from stree.kernels.ops import (
-    Backend,
-    MatchedPath,
-    match_accept,
-)
+from stree.kernels.ops import Backend, MatchedPath, match_accept
 from stree.kernels.sampling.blocks import BLOCK
 from stree.kernels.topology import Topology
 from stree.sampling import Random

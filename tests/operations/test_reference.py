@@ -33,9 +33,7 @@ from hypothesis import strategies as st
 from stree.kernels import ops
 from stree.kernels.topology import Topology, ancestor_mask
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is tested on the CPU"),
-]
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is tested on the CPU")]
 
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
 TOLERANCE = {

@@ -1,4 +1,4 @@
-"""Kernels of traversal against stree.verify.traversal, interpreted on the CPU; `test_traversal` runs compiled code, too.
+"""Kernels of traversal against stree.verify.traversal, interpreted on the CPU; see also `test_traversal`.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_traversal_triton.py
 """

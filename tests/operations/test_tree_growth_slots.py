@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
-from helpers.growth_problems import (
-    DEVICE,
-    KINDS,
-    Ranked,
-    relative_values,
-    some_children,
-    some_table,
-    some_values,
-)
+from helpers.growth_problems import DEVICE, KINDS, Ranked, relative_values, some_children, some_table, some_values
 from helpers.on_device import treat_as_on_device
 from torch import Tensor
 
