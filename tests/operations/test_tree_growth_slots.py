@@ -89,6 +89,12 @@ def test_what_is_worth_exactly_as_much_counts_and_a_value_equal_to_the_threshold
 
 
 @every_backend
+def test_a_layer_takes_its_share_of_the_nodes_left_though_they_are_below_the_threshold(backend: Backend) -> None:
+    value = torch.tensor([[0.9, 0.2, 0.1, 0.05]])
+    assert check_choice(backend, value, [4], None, Terms(4, 0.3, 2)).tolist() == [[True, True, False, False]]
+
+
+@every_backend
 def test_a_choice_reads_values_of_any_stride_and_integers_of_any_width(backend: Backend) -> None:
     value, below = some_values("ties", 3, 12, seed=1, device=CPU), relative_values(8, 2, CPU)
     left, terms = torch.tensor([5, 2, 9]), Terms(8, 0.3, 2)
