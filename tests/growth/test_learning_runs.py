@@ -17,8 +17,6 @@ from stree.growth.learned_acceptance import prior_when_greedy
 from stree.sampling import Sampling
 from stree.verify import Acceptance
 
-CPU = torch.device("cpu")
-
 
 def rated(run: Any) -> Tensor:
     """Rate the children of two flat distributions."""

@@ -208,11 +208,6 @@ def captured(monkeypatch: pytest.MonkeyPatch, lm: stree.TreeLM | None = None) ->
     return lm
 
 
-def has_recorder(lm: stree.TreeLM) -> bool:
-    """Whether steps of a target are captured: it was given a recorder, and the user did not forbid it."""
-    return "step_cache" in lm.cache and lm.captures_steps is not False
-
-
 def launched() -> stree.TreeLM:
     """Give the same target, whose steps are launched one by one."""
     return patched(tiny_model("bamba"))
