@@ -15,7 +15,7 @@ import torch
 from helpers.captured import captured
 from helpers.enumeration import EXACT, PLAIN, DraftedTrees, step_bias
 from helpers.fast_cases import slow_unless
-from helpers.head_steps import TEXTS, BlockSteps, SlotSteps, drafts_of_head
+from helpers.head_steps import TEXTS, BlockSteps, HeadSteps, SlotSteps, drafts_of_head
 from helpers.on_device import treat_as_on_device
 from helpers.plain_heads import PlainBlocks
 from helpers.table_models import TableModel
@@ -91,12 +91,14 @@ def test_a_block_that_hangs_elsewhere_is_noticed(made: Any) -> None:
 @pytest.mark.parametrize("kind", ["dflash", "specblock"])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_texts_that_begin_in_mid_run_leave_nothing_of_the_old_ones(
-    on_device: bool, kind: str, made: Any, monkeypatch: pytest.MonkeyPatch
+    on_device: bool, kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     treat_as_on_device(monkeypatch, host_can_read=not on_device)
-    is_block = kind == "dflash"
-    steps = BlockSteps(Chain(2)) if is_block else SlotSteps(made, Static([2, 1, 1, 1]), on_device=on_device)
-    budget = 8 if is_block else 10
+    steps: HeadSteps
+    steps, budget = BlockSteps(Chain(2)), 8
+    if kind == "specblock":
+        growth = Static([2, 1, 1, 1])
+        steps, budget = SlotSteps(request.getfixturevalue("made"), growth, on_device=on_device), 10
     steps.run.reserve(200, steps.growth, budget, begins=True)
     for size in (1, budget):
         steps.step(size)
