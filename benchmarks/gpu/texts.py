@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.step_growths import GROWTHS
+from helpers.draft_steps import GROWTHS
 from helpers.tiny_models import random_texts, tiny_model
 
 import stree

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.family_states import rebind_float32
 from helpers.fast_cases import slow_unless
-from helpers.fused_launches import count_fused_launches
+from helpers.on_device import count_fused_launches
 
 
 @pytest.fixture(

@@ -1,8 +1,13 @@
-"""The decode state: ragged prefill, empty paths, clone, select, resize, and its tensors after 2,000 commits."""
+"""The decode state: trees of every shape, ragged prefill, empty paths, clone, select, resize, and 2,000 commits.
+
+Fresh forwards of prompt + path are the oracle; `test_families.py` runs fewer shapes on every family.
+"""
 
 from __future__ import annotations
 
+import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +17,19 @@ from helpers.tiny_models import (
     FAMILIES,
     TOLERANCE,
     patched,
+    path_to,
     random_path,
     random_texts,
+    random_tree,
     relative_error,
     right_padded,
     tiny_model,
+    tree_error,
 )
 from transformers import DynamicCache
 
 from stree import TokenTree
+from stree.models.state import DecodeState
 
 FLOAT32 = TOLERANCE[torch.float32]
 DEFERS = pytest.mark.parametrize("defers_commit", [False, True])
@@ -108,12 +117,20 @@ def test_entries_of_a_path_past_its_length_are_ignored(filler: int) -> None:
     decoding.score([5, 5])
 
 
-@EVERY
-def test_a_clone_has_the_commits_without_the_uncommitted_tree_and_is_independent(family: str) -> None:
-    decoding = Decoding(tiny_model(family), [6, 9])
+@pytest.mark.parametrize(
+    ("family", "copied", "defers_commit"),
+    [
+        *((family, DecodeState.clone, None) for family in FAMILIES),
+        *(("bamba", copy.deepcopy, defers_commit) for defers_commit in (False, True)),
+    ],
+)
+def test_a_clone_has_the_commits_without_the_uncommitted_tree_and_is_independent(
+    family: str, copied: Callable[[DecodeState], DecodeState], defers_commit: bool | None
+) -> None:
+    decoding = Decoding(tiny_model(family), [6, 9], defers_commit=defers_commit)
     decoding.step([6, 6])
     tree = decoding.score([8, 8])
-    clone = decoding.held_by(decoding.state.clone())
+    clone = decoding.held_by(copied(decoding.state))
     with pytest.raises(RuntimeError, match="call verify first"):
         clone.commit(tree, [[0], [0]])
     for _ in range(2):
@@ -215,3 +232,39 @@ def test_the_state_after_2000_commits_equals_one_computed_from_scratch(
                 assert relative_error(ours.keys[row, :, : len(text)], expected.keys[0]) < FLOAT32
                 assert relative_error(ours.values[row, :, : len(text)], expected.values[0]) < FLOAT32
     decoding.held_by(state).score([3, 3])
+
+
+# Prompts shorter than the convolution (4 taps) and longer than a chunk (8 tokens); 64 nodes with and without padding.
+SHAPES = {
+    "one-node": ([5], [1]),
+    "batch1-7nodes": ([11], [7]),
+    "batch2-17nodes-short-prompts": ([2, 1], [17, 3]),
+    "batch3-33nodes": ([3, 20, 9], [33, 1, 20]),
+    "batch4-64nodes": ([7, 16, 1, 12], [64, 40, 5, 64]),
+}
+
+
+@pytest.mark.parametrize(("lengths", "sizes"), SHAPES.values(), ids=SHAPES)
+def test_every_node_equals_a_fresh_forward_over_three_commits(
+    lengths: list[int], sizes: list[int], dtype: torch.dtype
+) -> None:
+    decoding = Decoding(tiny_model("bamba", dtype), lengths, max_length=256, max_nodes=64)
+    assert decoding.prompt_error() < TOLERANCE[dtype]
+    for step in range(3):
+        tree = random_tree(decoding.rng, sizes, width=min(64, max(sizes) + step))
+        assert decoding.error(tree) < TOLERANCE[dtype]
+        paths = [random_path(decoding.rng, tree, row) for row in range(len(sizes))]
+        decoding.commit(tree, [*paths[:-1], [] if step == 1 else paths[-1]])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_first_piece_of_a_tree_stays_when_a_later_piece_is_replaced(family: str) -> None:
+    decoding = Decoding(tiny_model(family), [9])
+    tree = decoding.score([12])
+    tokens = tree.tokens.clone()
+    tokens[:, 5:] = (tokens[:, 5:] + 1) % 97
+    other = TokenTree(tokens, tree.parents)
+    logits = decoding.lm.verify(decoding.state, other, first=5)
+    assert tree_error(decoding.model, decoding.texts, other, logits, first=5) < decoding.tolerance
+    decoding.commit(other, [path_to(other, 0, 11)])
+    decoding.score([12])

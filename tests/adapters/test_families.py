@@ -6,7 +6,6 @@ Test ids are transformers' model types.  The oracle is always an unpatched copy'
 from __future__ import annotations
 
 import random
-import warnings
 from typing import Any
 
 import pytest
@@ -25,11 +24,12 @@ from helpers.tiny_models import (
     tree_error,
 )
 
-import stree
-from stree import TokenTree, TreeLM
+from stree import TokenTree
 from stree.models.families import FAMILIES as SUPPORTED
 
 FLOAT32 = TOLERANCE[torch.float32]
+# Nothing that transformers has deprecated is used.
+pytestmark = pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")
 
 
 def test_every_supported_family_is_tested() -> None:
@@ -93,18 +93,6 @@ def test_in_bfloat16_a_tree_is_as_exact_as_the_model_itself(family: str) -> None
         # Measured over three seeds: at most 2.0 times the error of transformers' own bfloat16 forward.
         assert error(logits) < 2.5 * error(fresh_node_logits(model, decoding.texts[0], tree, 0)) + 0.01
         decoding.commit(tree, [path_to(tree, 0, 8)])
-
-
-@pytest.mark.parametrize("family", matrix())
-def test_nothing_that_transformers_has_deprecated_is_used(family: str) -> None:
-    model = family_model(family)
-    with warnings.catch_warnings():
-        for kind in (FutureWarning, DeprecationWarning):
-            warnings.simplefilter("error", kind)
-        lm = TreeLM(model)
-        lm.self_check()
-        stree.generate(lm, [[5, 6, 7, 5, 6], [3]], lm, budget=4, max_new_tokens=4)
-        model.generate(torch.tensor([[5, 6, 7]]), custom_generate=stree.custom_generate, max_new_tokens=4)
 
 
 @pytest.mark.parametrize("family", matrix())

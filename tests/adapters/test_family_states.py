@@ -1,18 +1,32 @@
-"""States of single families: kept on modules, in latents, small stashes, and models with vision towers."""
+"""States of single families, and steps of all of them, which read nothing from the device and have fixed shapes.
+
+States are kept on modules, in latents and small stashes; the language model of a multimodal checkpoint is loaded alone.
+"""
 
 from __future__ import annotations
 
 import json
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_families_delta
 from helpers.family_states import Decoding
-from helpers.tiny_family_models import family_model
-from helpers.tiny_models import TOLERANCE, fresh_logits, patched, random_texts, relative_error
+from helpers.on_device import NoHostReads, ResultSizes, treat_as_on_device
+from helpers.tiny_family_models import DELTA, EVERY_ADAPTER, family_model, matrix
+from helpers.tiny_models import (
+    TOLERANCE,
+    as_commit,
+    extended,
+    fresh_logits,
+    patched,
+    path_to,
+    random_texts,
+    relative_error,
+    tree_error,
+)
 from torch import Tensor
 from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
@@ -86,7 +100,7 @@ def multimodal_model(**options: Any) -> Any:
     """Make a Qwen3.5 with a vision tower."""
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     patches = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_position_embeddings": 16}
-    config = Qwen3_5Config(text_config=tiny_families_delta.DELTA, vision_config={**vision, **patches}, **options)
+    config = Qwen3_5Config(text_config=DELTA, vision_config={**vision, **patches}, **options)
     return Qwen3_5ForConditionalGeneration(config).eval()
 
 
@@ -109,3 +123,62 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_loaded_alone(is_tied: 
 def test_a_model_with_a_vision_tower_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="model family 'qwen3_5' is not supported; supported: .*qwen3_5_text"):
         TreeLM(multimodal_model())
+
+
+@pytest.mark.parametrize("family", matrix())
+def test_neither_a_trees_forward_nor_a_commit_reads_the_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoding = Decoding(family_model(family), [6, 9])
+    decoding.step([8, 8])
+
+    def unread(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with NoHostReads():
+                return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, run)
+
+    unread(decoding.lm, "forward")  # verify and commit themselves check trees and paths of the CPU
+    unread(decoding.state, "commit")
+    for _ in range(2):
+        tree = decoding.tree([8, 5])
+        decoding.lm.verify(decoding.state, tree)
+        decoding.commit(tree, [path_to(tree, 0, 7), [0]])
+
+
+@pytest.mark.parametrize(
+    ("family", "fixed"), [*((family, True) for family in EVERY_ADAPTER), ("gemma3_text", False), ("lfm2", False)]
+)
+def test_steps_of_fixed_shapes_run_the_same_operators_on_the_same_sizes(
+    family: str, fixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    treat_as_on_device(monkeypatch)
+    decoding = Decoding(
+        family_model(family), [9, 4], max_length=24, max_nodes=6, fixed_shapes=fixed, defers_commit=fixed
+    )
+    steps = []
+    for short in ([0], [], [0]):
+        tree = decoding.tree([6, 6])
+        paths = [path_to(tree, 0, 4), short]
+        path, lengths = as_commit([*paths, [0] * 6])
+        tree = TokenTree.unchecked(tree.tokens, tree.parents, tree.depths, tree.ancestor_mask)
+        with NoHostReads() if fixed else nullcontext(), ResultSizes() as sizes:
+            decoding.lm.verify(decoding.state, tree)
+            decoding.lm.commit(decoding.state, path[:2], lengths[:2])
+        decoding.texts = extended(decoding.texts, tree, paths)
+        steps.append(sizes.seen)
+    decoding.score([6, 6])
+    assert [step == steps[0] for step in steps] == [True, fixed, fixed]
+
+
+def test_a_text_beyond_a_fixed_state_loses_rows_and_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    treat_as_on_device(monkeypatch)
+    decoding = Decoding(family_model("llama"), [9, 4], max_length=12, max_nodes=6, fixed_shapes=True)
+    tree = TokenTree.chain(torch.tensor(random_texts(decoding.rng, [6, 6])))
+    paths = [[*range(6)], [0]]
+    decoding.lm.verify(decoding.state, tree)
+    decoding.lm.commit(decoding.state, *as_commit(paths))
+    text = extended(decoding.texts, tree, paths)[1]
+    logits = decoding.lm.verify(decoding.state, tree)[1:]
+    assert tree_error(decoding.model, [text], TokenTree(tree.tokens[1], tree.parents[1]), logits) < decoding.tolerance

@@ -13,16 +13,11 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
-from helpers.family_states import Decoding
+from helpers.family_states import Decoding, verified
 from helpers.fast_cases import slow_unless
-from helpers.fused_launches import FUSED_OPS, verified
+from helpers.on_device import FUSED_OPS
 from helpers.tiny_family_models import ROUTED, family_model, matrix
-from helpers.tiny_models import (
-    fresh_node_logits,
-    real_nodes,
-    relative_error,
-    tree_error,
-)
+from helpers.tiny_models import fresh_node_logits, real_nodes, relative_error, tree_error
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 

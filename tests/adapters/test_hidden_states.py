@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cuda_graph_tape import TapeRecorder
+from helpers.captured import TapeRecorder
 from helpers.family_states import Decoding
 from helpers.on_device import treat_as_on_device
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_states import Decoding
-from helpers.tiny_families import VOCAB
-from helpers.tiny_family_models import family_model
+from helpers.tiny_family_models import VOCAB, family_model
 from helpers.tiny_models import tiny_model
 from safetensors.torch import save_file
 from torch import Tensor

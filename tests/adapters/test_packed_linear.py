@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.calls import together
 from helpers.tiny_models import tiny_model
-from helpers.together import together
 from torch import Tensor, nn
 
 import stree

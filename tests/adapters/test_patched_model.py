@@ -16,14 +16,12 @@ import torch
 from helpers.family_states import Decoding
 from helpers.fast_cases import slow_unless
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model
-from helpers.tiny_models import FAMILIES, TOLERANCE, patched, random_texts, tiny_model
+from helpers.tiny_models import FAMILIES, patched, random_texts, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from stree import TreeLM, custom_generate
 
-FLOAT32 = TOLERANCE[torch.float32]
 EVERY = pytest.mark.parametrize("family", FAMILIES)
-COPIED = ("recurrent_gemma", "zamba2")  # with copies of a module, and without
 
 
 def assert_plain_calls_are_equal(model: PreTrainedModel, other: PreTrainedModel) -> None:

@@ -12,13 +12,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from helpers.family_states import Decoding
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model
-from helpers.tiny_models import (
-    as_commit,
-    path_to,
-    random_texts,
-    random_tree,
-    right_padded,
-)
+from helpers.tiny_models import as_commit, path_to, random_texts, random_tree, right_padded
 from torch import Tensor
 from transformers import PreTrainedModel
 

@@ -38,6 +38,7 @@ def mixers_of(model: Any) -> list[Any]:
     return [*{type(module): module for _, module in stateful_modules(model, family_of(model.config))}.values()]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")  # of transformers
 @pytest.mark.parametrize("family", matrix())
 def test_a_cpu_model_runs_where_packages_for_cuda_are_installed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model(family)

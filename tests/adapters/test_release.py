@@ -1,4 +1,4 @@
-"""``release`` gives a transformers model back exactly as it was before it was patched."""
+"""Models that are released, as they were before, and models changed since they were patched, which are refused."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from helpers.family_states import Decoding
 from helpers.tiny_family_models import family_model, matrix
-from helpers.tiny_models import patched, path_to, tiny_model
+from helpers.tiny_models import patched, tiny_model
 
-from stree import TreeLM, custom_generate
+from stree import TreeLM, custom_generate, generate
 from stree.models.trimmed import TrimmedLM
 
 PROMPT = torch.tensor([[1, 2, 3, 4, 5]])
@@ -48,6 +48,7 @@ def generated(model: Any) -> list[torch.Tensor]:
     return [out.sequences, *out.logits]
 
 
+@pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")  # of transformers
 @pytest.mark.parametrize("family", matrix())
 def test_a_released_model_is_as_it_was(family: str) -> None:
     oracle, model = family_model(family), family_model(family)
@@ -128,20 +129,6 @@ def test_copies_and_pickles_of_a_model_leave_its_captured_steps_out() -> None:
     assert "step_cache" in lm.cache
 
 
-@pytest.mark.parametrize("defers_commit", [False, True])
-def test_a_deep_copy_of_a_state_is_a_clone_without_the_uncommitted_tree(defers_commit: bool) -> None:
-    decoding = Decoding(tiny_model("bamba"), [6, 9], defers_commit=defers_commit)
-    decoding.step([6, 6])
-    tree = decoding.score([8, 8])
-    copied = decoding.held_by(copy.deepcopy({"state": decoding.state})["state"])
-    with pytest.raises(RuntimeError, match="call verify first"):
-        copied.commit(tree, [[0], [0]])
-    copied.step([8, 8])
-    decoding.commit(tree, [path_to(tree, row, 7) for row in range(2)])
-    decoding.score([5, 5])
-    copied.score([5, 5])
-
-
 def test_a_model_that_the_generate_hook_has_patched_is_copied_and_pickled_without_captured_steps() -> None:
     model = tiny_model("bamba")
     options: dict[str, Any] = {"custom_generate": custom_generate, "max_new_tokens": 6, "do_sample": False}
@@ -154,3 +141,67 @@ def test_a_model_that_the_generate_hook_has_patched_is_copied_and_pickled_withou
         assert torch.equal(copied.generate(PROMPT, pad_token_id=0, **options), expected)
         weights = zip(copied.parameters(), model.parameters(), strict=True)
         assert all(mine.data_ptr() != theirs.data_ptr() for mine, theirs in weights)
+
+
+def test_a_model_in_training_mode_is_put_into_evaluation_mode() -> None:
+    assert not TreeLM(tiny_model("llama").train()).model.training
+
+
+def test_a_model_that_is_put_back_into_training_mode_is_refused_until_it_is_not() -> None:
+    decoding = Decoding(tiny_model("bamba"), [3])
+    lm, empty = decoding.lm, decoding.lm.new_state(1, 16, 8)
+    lm.model.train()
+    calls: list[Callable[[], object]] = [lambda: lm.prefill(empty, PROMPT), lambda: decoding.score([5])]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"the model is in training mode, .* random; call its eval\(\) first"):
+            call()
+    lm.model.eval()
+    for call in calls:
+        call()
+
+
+def test_autocast_is_refused_before_anything_runs() -> None:
+    decoding = Decoding(tiny_model("bamba"), [3])
+    lm = decoding.lm
+    calls: list[Callable[[], object]] = [
+        lambda: lm.prefill(lm.new_state(1, 16, 8), PROMPT),
+        lambda: decoding.score([5]),
+        lambda: generate(lm, PROMPT.tolist()),
+        lambda: lm.model.generate(PROMPT, custom_generate=custom_generate, max_new_tokens=2),
+    ]
+    for call in calls:
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="autocast is on, .*; leave it"):
+            call()
+    decoding.score([5])
+
+
+@pytest.mark.parametrize("family", ["llama", "bamba"])
+def test_a_model_with_other_layers_than_when_it_was_patched_is_refused(family: str) -> None:
+    """A new attention layer would read the tree as a chain."""
+    replaced, longer, shorter = (patched(tiny_model(family)) for _ in range(3))
+    states = {lm: lm.new_state(1, 16, 8) for lm in (replaced, longer, shorter)}
+    replaced.model.model.layers[1] = tiny_model(family, seed=1).model.layers[1]
+    longer.model.model.layers.append(tiny_model(family).model.layers[0])
+    del shorter.model.model.layers[-1]
+    for lm, state in states.items():
+        for call in (lm.new_state, lm.check_ready, lambda lm=lm, state=state: lm.prefill(state, PROMPT)):
+            with pytest.raises(ValueError, match="layers of the model were replaced, .* make a new TreeLM of it"):
+                call()
+    again = TreeLM(replaced.model)
+    expected = replaced.model(PROMPT).logits[:, -1]
+    torch.testing.assert_close(again.prefill(again.new_state(1, 16, 8), PROMPT), expected)
+
+
+@pytest.mark.parametrize("family", ["jamba", "gemma3_text"])
+def test_a_model_that_was_moved_since_it_was_patched_is_refused(family: str) -> None:
+    lm = TreeLM(family_model(family))
+    state = lm.new_state(1, 16, 8)
+    lm.model.to(torch.bfloat16)
+    message = "moved since it was patched: torch.bfloat16 on cpu, was torch.float32 on cpu; make a new TreeLM of it"
+    for call in (lm.new_state, lambda: lm.prefill(state, PROMPT)):
+        with pytest.raises(ValueError, match=message):
+            call()
+    again = TreeLM(lm.model)
+    assert again.prefill(again.new_state(1, 16, 8), PROMPT).isfinite().all()
+    lm.model.to(torch.float32)
+    lm.prefill(state, PROMPT)

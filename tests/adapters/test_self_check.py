@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers.cuda_packages import bind_packages
+from helpers.fast_cases import slow_unless
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import tiny_model
 from torch import nn
@@ -224,7 +225,7 @@ def test_a_layer_that_cannot_be_run_alone_is_reported(
         lm.self_check()
 
 
-@pytest.mark.parametrize("family", CHANGES)
+@pytest.mark.parametrize("family", slow_unless(("lfm2", "mamba2", "minimax").__contains__, CHANGES))
 def test_a_layer_whose_forward_takes_no_float32_is_compared_in_its_own_dtype(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

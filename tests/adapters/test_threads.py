@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.calls import together
 from helpers.fast_cases import slow_unless
 from helpers.tiny_family_models import EVERY_ADAPTER, FAMILIES, family_model, matrix
 from helpers.tiny_models import as_commit, patched, path_to, random_texts, random_tree, right_padded
-from helpers.together import together
 from torch import Tensor, nn
 
 import stree

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.command_line import error_of, run_json
+from helpers.calls import error_of, run_json
 from helpers.tiny_models import VOCAB
 
 from stree.cli import main

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command_line import error_of, run_json
-from helpers.small_tokenizers import byte_fallback, writing_model
+from helpers.calls import error_of, run_json
 from helpers.tiny_models import VOCAB
-from helpers.tiny_pairs import save_tiny
+from helpers.tiny_pairs import byte_fallback, save_tiny, writing_model
 from transformers import AutoTokenizer
 
 from stree import generation

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command_line import error_of
+from helpers.calls import error_of
 from helpers.tiny_family_models import family_model
 
 import stree

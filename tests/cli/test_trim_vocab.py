@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from helpers.command_line import run_json
+from helpers.calls import run_json
 from helpers.tiny_models import VOCAB
 from transformers import AutoTokenizer, GenerationConfig
 

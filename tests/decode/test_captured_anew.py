@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured import TEXTS, captured, generate, launched, near_drafter
-from helpers.cuda_graph_tape import Tape
+from helpers.captured import TEXTS, Tape, captured, generate, launched, near_drafter
 from helpers.tiny_family_models import family_model
 from helpers.tiny_models import patched, tiny_model
 from torch import Tensor

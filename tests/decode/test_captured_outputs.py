@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured import TEXTS, captured, generate, launched, near_drafter
-from helpers.cuda_graph_tape import TapeRecorder
+from helpers.captured import TEXTS, TapeRecorder, captured, generate, launched, near_drafter
 from helpers.tiny_models import VOCAB, tiny_model
 
 import stree

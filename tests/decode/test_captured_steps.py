@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured import TEXTS, captured, generate, launched, near_drafter
-from helpers.cuda_graph_tape import TapeError, TapeRecorder
+from helpers.calls import together
+from helpers.captured import TEXTS, TapeError, TapeRecorder, captured, generate, launched, near_drafter
+from helpers.draft_steps import GROWTHS
 from helpers.fast_cases import slow_unless
-from helpers.step_growths import GROWTHS
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import random_texts
-from helpers.together import together
 from torch import Tensor
 
 import stree

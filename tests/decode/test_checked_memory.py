@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.captured import captured
 from helpers.fast_cases import slow_unless
-from helpers.peak_memory import PeakMemory
+from helpers.on_device import PeakMemory
 from helpers.tiny_family_models import FAMILIES, family_model
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import tiny_dflash, tiny_specblock
+from helpers.draft_steps import GROWTHS
 from helpers.fake_cuda import Devices, fake_cuda, on_fake_cuda
 from helpers.fast_cases import slow_unless
-from helpers.step_growths import GROWTHS
 from helpers.tiny_family_models import FAMILIES, family_model
+from helpers.tiny_heads import save_block_head, save_slot_head
 from torch import Tensor
 
 import stree
@@ -45,12 +45,12 @@ def fused_drafter(target: stree.TreeLM, *, retrieved_first: bool = False) -> Pre
 
 def slot_head(target: stree.TreeLM) -> Prepared:
     folder = Path(mkdtemp())
-    tiny_specblock.save_head(folder, target)
+    save_slot_head(folder, target)
     return lambda lm: HeadDrafter(stree.heads.load(folder, lm))
 
 
 def block_head(target: stree.TreeLM, kind: str = "dflash") -> Prepared:
-    folder = tiny_dflash.save_head(mkdtemp(), target, kind)
+    folder = save_block_head(mkdtemp(), target, kind)
     return lambda lm: HeadDrafter(stree.heads.load(folder, lm))
 
 

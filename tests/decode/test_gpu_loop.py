@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.step_growths import GROWTHS
+from helpers.draft_steps import GROWTHS
 from helpers.tiny_models import random_texts, tiny_model
 
 import stree

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured import captured, generate, launched, near_drafter
-from helpers.cuda_graph_tape import TapeError, TapeRecorder
+from helpers.captured import TapeError, TapeRecorder, captured, generate, launched, near_drafter
 
 import stree
 from stree.budget.policy import AutoBudget

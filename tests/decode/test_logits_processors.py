@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
+from helpers.tiny_heads import target_and_head
 from helpers.tiny_models import (
     VOCAB,
     patched,
@@ -20,7 +21,6 @@ from helpers.tiny_models import (
     right_padded,
     tiny_model,
 )
-from helpers.tiny_mtp import target_and_head
 from torch import Tensor
 from transformers import LogitsProcessorList
 

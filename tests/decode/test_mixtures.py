@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import captured, launched, near_drafter
+from helpers.draft_steps import GROWTHS
 from helpers.fast_cases import slow_unless
-from helpers.step_growths import GROWTHS
 from helpers.tiny_models import random_texts
 from torch import Tensor
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_distill import SETTINGS
 from helpers.tiny_models import VOCAB, tiny_model
+from helpers.tiny_pairs import SETTINGS
 from transformers import Mamba2ForCausalLM
 
 import stree

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
-from helpers.tiny_distill import SETTINGS
 from helpers.tiny_models import tiny_model
+from helpers.tiny_pairs import SETTINGS
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -160,14 +160,14 @@ def test_the_head_drafts_losslessly(made: tuple[Path, dict[str, Any]], target: s
         assert stree.generate(target, [[1, 2, 3]], drafter, verifier="match", **options).sequences == plain.sequences
 
 
-@pytest.mark.parametrize("made", ["mtp-plain"], indirect=True)
+@pytest.mark.parametrize("made", ["mtp-griffin"], indirect=True)
 def test_an_interrupted_run_goes_on_to_the_same_weights(
     made: tuple[Path, dict[str, Any]], target: stree.TreeLM, tokenizer: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     from stree.distill.text import Batches
 
-    real, left = Batches.next, iter(range(5))
+    real, left, settings = Batches.next, iter(range(5)), replace(HEAD, recipe="griffin")
 
     def interrupted(self: Batches, count: int) -> Any:
         if next(left, None) is None:
@@ -176,8 +176,8 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Batches, "next", interrupted)
-        distill_drafter(target, tokenizer, TEXTS, tmp_path / "out", HEAD, name="tiny")
-    distill_drafter(target, tokenizer, TEXTS, tmp_path / "out", HEAD, name="tiny", resume=True)
+        distill_drafter(target, tokenizer, TEXTS, tmp_path / "out", settings, name="tiny")
+    distill_drafter(target, tokenizer, TEXTS, tmp_path / "out", settings, name="tiny", resume=True)
     mine, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", made[0]))
     assert all(torch.equal(mine[name], whole[name]) for name in whole)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_specblock import PlainBlocks
+from helpers.plain_heads import PlainBlocks
 from safetensors.torch import load_file
 from torch import Tensor
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.tiny_distill import END
 from helpers.tiny_models import VOCAB
+from helpers.tiny_pairs import END
 
 import stree
 from stree.distill.continuations import Writing, write_continuations

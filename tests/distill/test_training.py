@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.cuda_packages import REFUSAL, bind_packages
-from helpers.tiny_distill import END, SETTINGS
 from helpers.tiny_models import VOCAB
+from helpers.tiny_pairs import END, SETTINGS
 from transformers import PreTrainedModel
 
 import stree

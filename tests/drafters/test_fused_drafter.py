@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.draft_steps import DraftSteps
+from helpers.draft_steps import DraftSteps, Retrieval
 from helpers.enumerated_texts import drafts_of
 from helpers.enumeration import EXACT, PLAIN, DraftedTrees, step_bias
-from helpers.fixed_tree_drafter import Retrieval
-from helpers.growth_drafts import nodes_by_path, table_drafter
 from helpers.outcomes import random_rows
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, nodes_by_path, table_drafter
 from helpers.tiny_models import TOLERANCE, VOCAB, fresh_logits, patched, tiny_model
 from torch import Tensor
 

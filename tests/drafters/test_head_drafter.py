@@ -20,9 +20,8 @@ from helpers.enumeration import EXACT, PLAIN, step_bias
 from helpers.fast_cases import slow_unless
 from helpers.on_device import treat_as_on_device
 from helpers.table_models import TableModel
-from helpers.tiny_dflash import target_and_block_head
+from helpers.tiny_heads import target_and_block_head, target_and_head
 from helpers.tiny_models import TOLERANCE, as_commit, path_to, random_texts, relative_error
-from helpers.tiny_mtp import target_and_head
 from torch import Tensor
 
 import stree

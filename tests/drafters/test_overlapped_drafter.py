@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.enumeration import EXACT, PLAIN, emitted_by, total_variation
-from helpers.explored import explored
 from helpers.fast_cases import slow_unless
-from helpers.growth_drafts import table_drafter
-from helpers.table_models import TableModel
+from helpers.outcomes import explored
+from helpers.table_models import TableModel, table_drafter
 from helpers.tiny_models import patched, tiny_model
 from torch import Tensor
 

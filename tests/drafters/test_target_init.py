@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.growth_drafts import table_drafter
-from helpers.table_models import TableLM, TableModel
+from helpers.table_models import TableLM, TableModel, table_drafter
 
 import stree
 from stree.drafters import NoDrafter, SuffixDrafter

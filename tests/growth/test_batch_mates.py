@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.draft_steps import GROWTHS
 from helpers.fast_cases import slow_unless
-from helpers.step_growths import GROWTHS
+from helpers.tiny_heads import target_and_head
 from helpers.tiny_models import patched, tiny_model
-from helpers.tiny_mtp import target_and_head
 
 import stree
 from stree.drafters import Drafter, FusedDrafter, HeadDrafter, ModelDrafter, SuffixDrafter

@@ -8,8 +8,7 @@ import pytest
 import torch
 from helpers.enumerated_texts import drafts_of
 from helpers.enumeration import EXACT, PLAIN, step_bias
-from helpers.growth_drafts import table_drafter
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, table_drafter
 
 from stree.drafters import ModelDrafter
 from stree.growth import AcceptanceModel, Calibrated, Layer, Proposal, Slots, choose_slots

@@ -7,9 +7,8 @@ import heapq
 import pytest
 import torch
 from helpers.enumeration import PLAIN
-from helpers.growth_drafts import draft_of, nodes_by_path, path_prob
 from helpers.outcomes import random_rows
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, draft_of, nodes_by_path, path_prob
 from torch import Tensor
 
 from stree.growth import Calibrated, DySpec, Growth

@@ -79,9 +79,7 @@ def test_ratings_and_what_is_learnt_are_those_of_a_table_kept_by_hand() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_is_learnt_does_not_depend_on_padding(
-    temperature: float,
-) -> None:
+def test_what_is_learnt_does_not_depend_on_padding(temperature: float) -> None:
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(60, 30, generator=generator)
     parents = (uniform * torch.arange(30)).int() - (torch.arange(30) == 0).int()

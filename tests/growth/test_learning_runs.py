@@ -8,17 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.growth_drafts import draft_of, nodes_by_path, table_drafter
 from helpers.outcomes import random_rows
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, draft_of, nodes_by_path, table_drafter
 from torch import Tensor
 
 from stree.growth import Calibrated, DepthStop, Growth, Slots
 from stree.growth.learned_acceptance import prior_when_greedy
 from stree.sampling import Sampling
 from stree.verify import Acceptance
-
-CPU = torch.device("cpu")
 
 
 def rated(run: Any) -> Tensor:

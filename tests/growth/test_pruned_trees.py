@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.growth_drafts import counted_draft, nodes_by_path, path_prob
 from helpers.on_device import treat_as_on_device
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, counted_draft, nodes_by_path, path_prob
 
 from stree.growth import DepthStop, DySpec, Eagle2, Growth, OptTree
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from helpers.enumerated_texts import drafts_of
 from helpers.enumeration import EXACT, PLAIN, step_bias
-from helpers.growth_drafts import draft_of, nodes_by_path, table_drafter
 from helpers.outcomes import random_rows
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, draft_of, nodes_by_path, table_drafter
 from torch import Tensor
 
 from stree.growth import RSDC, RSDS, Growth, SpecInfer

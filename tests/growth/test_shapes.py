@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.enumeration import PLAIN
-from helpers.growth_drafts import draft_of
 from helpers.outcomes import random_rows
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, draft_of
 
 from stree import growth as growths
 from stree.growth import Growth

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.growth_drafts import counted_draft, nodes_by_path
 from helpers.on_device import treat_as_on_device
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, counted_draft, nodes_by_path
 
 from stree.growth import Chain, Confidence, DecisionStop, DepthStop, DySpec, Eagle2, Growth, Static
 from stree.sampling import Sampling

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_dflash import MASK, plain_block, save_head, tensors_of, tiny_target
+from helpers.plain_heads import plain_block
+from helpers.tiny_heads import MASK, block_tensors, save_block_head, tiny_target
 from helpers.tiny_models import relative_error
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -59,7 +60,7 @@ def drafted(head: OneShotHead) -> Tensor:
 
 def plain(kind: str, features: Tensor, anchor_is_mask: bool = False, **options: Any) -> Tensor:
     """The same by definition."""
-    tensors, output = tensors_of(kind, 32, 97), tiny_target("llama").model.get_output_embeddings()
+    tensors, output = block_tensors(kind, 32, 97), tiny_target("llama").model.get_output_embeddings()
     blocks = [plain_block(tensors, features[row], embedded(row, anchor_is_mask), **options) for row in range(2)]
     return output(torch.stack(blocks)).detach()  # type: ignore[no-any-return]
 
@@ -67,7 +68,7 @@ def plain(kind: str, features: Tensor, anchor_is_mask: bool = False, **options: 
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_s_logits_are_those_of_the_definition(name: str, tmp_path: Path) -> None:
     kind, layout, changes, options = CASES[name]
-    head = load_dflash(save_head(tmp_path, tiny_target("llama"), kind, layout, **changes), tiny_target("llama"))
+    head = load_dflash(save_block_head(tmp_path, tiny_target("llama"), kind, layout, **changes), tiny_target("llama"))
     assert head.hidden_layers == (1, 2)
     found = drafted(head)
     assert relative_error(found, plain(kind, features_of([1, 2]), **options)) < CLOSE
@@ -81,8 +82,8 @@ def test_a_block_s_logits_are_those_of_the_definition(name: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["dflash", "dspark", "gated", "dflash2"])
 def test_logits_after_a_token_have_the_bias_or_the_edge_scores_of_their_kind(kind: str, tmp_path: Path) -> None:
     target = tiny_target("llama")
-    head = load_dflash(save_head(tmp_path, target, kind), target)
-    out, tensors = head.draft(IDS, features_of([1, 2]), ANCHOR), tensors_of(kind, 32, 97)
+    head = load_dflash(save_block_head(tmp_path, target, kind), target)
+    out, tensors = head.draft(IDS, features_of([1, 2]), ANCHOR), block_tensors(kind, 32, 97)
     logits = out if isinstance(out, Tensor) else out[0]
     tokens = torch.tensor([[5, 11, 70, 3, 8], [40, 0, 9, 96, 1]])[:, : head.num_drafted]
     found = after(head, features_of([1, 2]), tokens)
@@ -125,8 +126,8 @@ def after(head: OneShotHead, features: Tensor, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("layout", ["speculators", "z-lab"])
 def test_a_head_of_a_smaller_vocabulary_drafts_tokens_of_the_target(layout: str, tmp_path: Path) -> None:
     target, tokens = tiny_target("llama"), torch.tensor([3, 4, 40, 90])
-    whole = drafted(load_dflash(save_head(tmp_path, target, "dflash", layout), target))
-    save_head(tmp_path, target, "dflash", layout, draft_vocab_size=4)
+    whole = drafted(load_dflash(save_block_head(tmp_path, target, "dflash", layout), target))
+    save_block_head(tmp_path, target, "dflash", layout, draft_vocab_size=4)
     tensors = load_file(tmp_path / "model.safetensors") | {"d2t": tokens - torch.arange(4)}
     tensors["lm_head.weight"] = target.model.get_output_embeddings().weight.detach()[tokens].clone()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -152,11 +153,11 @@ def test_heads_that_do_not_fit_are_refused(
     changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
-        load_dflash(save_head(tmp_path, tiny_target("llama"), **changes), tiny_target("llama"))
+        load_dflash(save_block_head(tmp_path, tiny_target("llama"), **changes), tiny_target("llama"))
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    file = save_head(tmp_path, tiny_target("llama")) / "model.safetensors"
+    file = save_block_head(tmp_path, tiny_target("llama")) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:999])
     with pytest.raises(ValueError, match="cannot be read as safetensors"):
         load_dflash(tmp_path, tiny_target("llama"))
@@ -173,7 +174,7 @@ def test_logits_are_those_of_speculators(
     package = {"gated": "dspark"}.get(kind, kind)
     core = pytest.importorskip(f"speculators.models.{package}.core", reason="speculators is not installed")
     target = tiny_target("llama")
-    save_head(tmp_path, target, kind, "speculators")
+    save_block_head(tmp_path, target, kind, "speculators")
     if window is not None:
         config = json.loads((tmp_path / "config.json").read_text())
         config["transformer_layer_config"] |= {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}

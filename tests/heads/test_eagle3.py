@@ -10,13 +10,15 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
-from helpers.tiny_families_delta import BUILDERS
+from helpers.tiny_family_models import BUILDERS
+from helpers.tiny_heads import drawn, layer_shapes
 from helpers.tiny_models import patched, tiny_model
 from safetensors.torch import save_file
 from torch import Tensor
@@ -47,24 +49,20 @@ def hidden_size(lm: stree.TreeLM) -> int:
     return int(lm.model.get_input_embeddings().weight.shape[1])
 
 
-def tensors_of(size: int, options: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+def tensors_of(size: int, options: dict[str, Any]) -> dict[str, Tensor]:
     """Random tensors of a head, in speculators' names."""
-    torch.manual_seed(seed)
-    shapes = {
-        "fc": (size, 3 * size), "layers.0.self_attn.q_proj": (HEADS * WIDTH, 2 * size),
-        "layers.0.self_attn.k_proj": (2 * WIDTH, 2 * size), "layers.0.self_attn.v_proj": (2 * WIDTH, 2 * size),
-        "layers.0.self_attn.o_proj": (size, HEADS * WIDTH), "layers.0.mlp.gate_proj": (48, size),
-        "layers.0.mlp.up_proj": (48, size), "layers.0.mlp.down_proj": (size, 48),
-        "lm_head": (options.get("draft_vocab_size", 97), size),
-    }  # fmt: skip
-    norms = ["layers.0.input_layernorm", "layers.0.hidden_norm", "layers.0.post_attention_layernorm", "norm"]
-    norms += [f"fc_norm.{number}" for number in range(3)] if options.get("fc_norm") else []
-    tensors = {f"{name}.weight": 0.3 * torch.randn(shape) for name, shape in shapes.items()}
-    tensors |= {f"{name}.weight": 1 + 0.2 * torch.randn(size) for name in norms}
+    layer = {**layer_shapes(size, HEADS * WIDTH, 2 * WIDTH, 2 * size), "hidden_norm": [size]}
+    shapes: dict[str, Sequence[int]] = {f"layers.0.{name}.weight": shape for name, shape in layer.items()}
+    shapes |= {"fc.weight": [size, 3 * size], "norm.weight": [size]}
+    shapes["lm_head.weight"] = [options.get("draft_vocab_size", 97), size]
+    shapes |= {f"fc_norm.{number}.weight": [size] for number in range(3) if options.get("fc_norm")}
     if options.get("norm_before_fc"):
-        tensors["input_norm.weight"] = 1 + 0.2 * torch.randn(3 * size)
+        shapes["input_norm.weight"] = [3 * size]
+    tensors = drawn(shapes)
     if "draft_vocab_size" in options:
-        ids = torch.randperm(97)[: options["draft_vocab_size"]].sort().values
+        ids = (
+            torch.randperm(97, generator=torch.Generator().manual_seed(0))[: options["draft_vocab_size"]].sort().values
+        )
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(97, dtype=torch.bool).index_fill(0, ids, True)
     return tensors

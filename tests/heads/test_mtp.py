@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
-from helpers.tiny_mtp import LAYOUTS, save_with_mtp, target_and_head
+from helpers.tiny_heads import LAYOUTS, save_with_mtp, target_and_head
 from helpers.tiny_pairs import save_tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file

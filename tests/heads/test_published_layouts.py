@@ -6,12 +6,26 @@ Configs have the entries of the published ones, nested as there, at small sizes.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_dflash import DIM, GROUP, HEADS, KV_HEADS, MASK, RANK, TOP, plain_block, tensors_of, tiny_target
+from helpers.plain_heads import plain_block
+from helpers.tiny_heads import (
+    DIM,
+    GROUP,
+    HEADS,
+    KV_HEADS,
+    MASK,
+    RANK,
+    TOP,
+    block_tensors,
+    drawn,
+    layer_shapes,
+    tiny_target,
+)
 from helpers.tiny_models import relative_error
 from safetensors.torch import save_file
 from torch import Tensor
@@ -114,7 +128,7 @@ def save(folder: Path, config: Config, tensors: dict[str, Tensor]) -> Path:
 
 def save_one_shot(folder: Path, name: str) -> Path:
     kind, config, _, _ = ONE_SHOT[name]
-    tensors = tensors_of(kind, HIDDEN, VOCAB)
+    tensors = block_tensors(kind, HIDDEN, VOCAB)
     if name in COPIES:
         tensors["embed_tokens.weight"] = TARGET.model.get_input_embeddings().weight.detach()
         tensors["lm_head.weight"] = TARGET.model.get_output_embeddings().weight.detach()
@@ -131,7 +145,7 @@ def test_a_one_shot_head_is_that_of_the_definition(name: str, tmp_path: Path) ->
     text, anchor = torch.tensor([[7, 3, 9, 40, 11, 5, 8]]), 21
     features = TARGET.prefill(TARGET.new_state(1), text, hidden_layers=[1, 2])[1].flatten(2)
     embedded = TARGET.model.get_input_embeddings().weight.detach()[[anchor] + [MASK] * 4]
-    hidden = plain_block(tensors_of(kind, HIDDEN, VOCAB), features[0], embedded, **options)
+    hidden = plain_block(block_tensors(kind, HIDDEN, VOCAB), features[0], embedded, **options)
     expected = TARGET.model.get_output_embeddings()(hidden).detach()
     nested = config.get("dflash_config", {})
     expected = expected * nested.get("output_multiplier", 1.0)
@@ -169,17 +183,13 @@ EAGLE3: dict[str, tuple[Config, str, list[int] | None]] = {
 def save_eagle3(folder: Path, name: str) -> Path:
     config, prefix, _ = EAGLE3[name]
     size, is_whole = HIDDEN, name == "DeepSpec"
-    shapes: dict[str, tuple[int, ...]] = {"fc": (size, 3 * size), "norm": (size,), "lm_head": (40, size)}
-    shapes |= {f"{prefix}{norm}": (size,) for norm in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
-    rows = {"q_proj": HEADS * DIM, "k_proj": KV_HEADS * DIM, "v_proj": KV_HEADS * DIM}
-    shapes |= {f"{prefix}self_attn.{part}": (count, 2 * size) for part, count in rows.items()}
-    shapes |= {f"{prefix}self_attn.o_proj": (size, HEADS * DIM), f"{prefix}mlp.down_proj": (size, 48)}
-    shapes |= {f"{prefix}mlp.gate_proj": (48, size), f"{prefix}mlp.up_proj": (48, size)}
+    layer = {**layer_shapes(size, HEADS * DIM, KV_HEADS * DIM, 2 * size), "hidden_norm": [size]}
+    shapes: dict[str, Sequence[int]] = {"fc": [size, 3 * size], "norm": [size], "lm_head": [40, size]}
+    shapes |= {f"{prefix}{part}": shape for part, shape in layer.items()}
     if is_whole:
-        shapes |= {"lm_head": (VOCAB, size), "embed_tokens": (VOCAB, size)}
-        shapes |= {f"{prefix}self_attn.{norm}": (DIM,) for norm in ("q_norm", "k_norm")}
-    torch.manual_seed(0)
-    tensors = {f"{part}.weight": 0.3 * torch.randn(shape) for part, shape in shapes.items()}
+        shapes |= {"lm_head": [VOCAB, size], "embed_tokens": [VOCAB, size]}
+        shapes |= {f"{prefix}self_attn.{norm}": [DIM] for norm in ("q_norm", "k_norm")}
+    tensors = drawn({f"{part}.weight": shape for part, shape in shapes.items()})
     if not is_whole:
         tensors |= {"d2t": torch.arange(40), "t2d": torch.arange(VOCAB) % 2 == 0}
     return save(folder, config, tensors)
@@ -215,7 +225,7 @@ UNKNOWN: dict[str, Config] = {
 
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_head_of_another_architecture_is_refused_by_its_name(name: str, tmp_path: Path) -> None:
-    save(tmp_path, {**UNKNOWN[name], "architectures": [name]}, tensors_of("dflash", HIDDEN, VOCAB))
+    save(tmp_path, {**UNKNOWN[name], "architectures": [name]}, block_tensors("dflash", HIDDEN, VOCAB))
     for load in (stree.heads.load, stree.drafters.load):
         with pytest.raises(
             NotImplementedError, match=f"has architectures \\['{name}'\\]; known are LlamaForCausalLMEag"

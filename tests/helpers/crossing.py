@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import stree
+from helpers.draft_steps import GROWTHS
 from helpers.generate_ways import transformers_text
 from helpers.hooked_generate import left_padded, new_tokens
-from helpers.step_growths import GROWTHS
 from helpers.tiny_family_models import family_model
+from helpers.tiny_heads import target_and_head
 from helpers.tiny_models import patched
-from helpers.tiny_mtp import target_and_head
 from stree.drafters import Drafter, FusedDrafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.sampling import Sampling
 

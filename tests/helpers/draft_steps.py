@@ -1,4 +1,4 @@
-"""Steps of a drafter's run without a target: random paths are accepted, as a verifier might."""
+"""Steps of a drafter's run without a target, where random paths are accepted, and growths and fixed trees for steps."""
 
 from __future__ import annotations
 
@@ -7,14 +7,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from helpers.outcomes import random_rows
 from helpers.tiny_models import as_commit, extended, fresh_logits, path_to, random_path, real_nodes, relative_error
-from stree.drafters import Draft, Drafter
+from stree import growth as growths
+from stree.drafters import Draft, Drafter, DraftRun
 from stree.growth import Chain, Growth
-from stree.sampling import Sampling
+from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
 from stree.verify import Acceptance
+
+GROWTHS: dict[str, Growth | None] = {
+    "none": None,
+    "chain": growths.Chain(3),
+    "static": growths.Static([2, 2]),
+    "sequoia": growths.Sequoia(depth=3),
+    "dyspec": growths.DySpec(depth=3),
+    "heap": growths.DySpec(form="heap"),
+    "calibrated": growths.Calibrated(depth=3),
+    "specinfer": growths.SpecInfer([2, 2]),
+    "rsds": growths.RSDS(3, 3),
+    "opt-tree": growths.OptTree(depth=3),
+    "eagle2": growths.DepthStop(growths.Eagle2(depth=3, beam=3), threshold=-2.0, layers=None),
+    "decision": growths.DecisionStop(growths.Chain(3, stop=growths.Confidence(0.02)), threshold=0.1),
+}
 
 
 class DraftSteps:
@@ -70,3 +87,27 @@ class DraftSteps:
             errors.append(relative_error(draft.probs.probs[row, 0], fresh))
         self.accept(draft.tree, [[] for _ in self.texts])
         return max(errors)
+
+
+class Retrieval(Drafter, DraftRun):
+    """A drafter that always retrieves the same tree; it is its own run."""
+
+    can_begin = can_extend = True
+
+    def __init__(self, tokens: Sequence[int], parents: Sequence[int], values: Sequence[float] | None = None) -> None:
+        self.tokens, self.parents = list(tokens), list(parents)
+        self.values = list(values) if values is not None else [1.0] * len(self.tokens)
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> Retrieval:
+        return self
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        batch = len(pending)
+        tree = TokenTree(torch.tensor([self.tokens] * batch), torch.tensor([self.parents] * batch, dtype=torch.int32))
+        return Draft(tree, None, int(tree.depths.max()), values=torch.tensor([self.values] * batch))
+
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
+        """Propose the same tree for other texts."""
+
+    def observe(self, acceptance: Acceptance) -> None:
+        """Learn nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -124,3 +125,18 @@ class Decoding:
         other.state = state
         other.texts = [self.texts[row] for row in (range(len(self.texts)) if rows is None else rows)]
         return other
+
+
+def verified(model: Any, *, is_fused: bool, seed: int = 0) -> tuple[Tensor, list[list[int]], TokenTree]:
+    """Verify a tree, commit a path and verify another: its logits, the texts before it, and the tree."""
+    rng = random.Random(seed)
+    lm = TreeLM(copy.deepcopy(model))
+    lm.fused_layers = is_fused
+    texts = random_texts(rng, [9, 7])
+    state = lm.new_state(2, 32, 6)
+    lm.prefill(state, *right_padded(texts))
+    first, tree = random_tree(rng, [5, 5]), random_tree(rng, [6, 4], 6)
+    lm.verify(state, first)
+    lm.commit(state, *as_commit([[0], [0]]))
+    texts = [[*text, int(first.tokens[row, 0])] for row, text in enumerate(texts)]
+    return lm.verify(state, tree), texts, tree

@@ -121,12 +121,7 @@ class Forest:
     """A batch of trees that grow by slots, tokens and values that mean nothing."""
 
     def __init__(
-        self,
-        plan: Plan,
-        batch: int,
-        seed: int,
-        device: torch.device = DEVICE,
-        dtype: torch.dtype = torch.float32,
+        self, plan: Plan, batch: int, seed: int, device: torch.device = DEVICE, dtype: torch.dtype = torch.float32
     ) -> None:
         self.plan, self.generator = plan, torch.Generator().manual_seed(seed)
         self.batch, self.device, self.dtype = batch, device, dtype

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 import stree
 from helpers.tiny_family_models import FAMILIES as TINY_FAMILIES

@@ -135,19 +135,19 @@ class Problem:
         options |= {"backend": backend, **self.options}
         return self.family.step(self.given | new, stash, path, lengths, parents, first, **options)
 
-    def oracle(self, row: int) -> tuple[Tensor, list[list[Tensor]]]:
-        """Run the float64 loop over one sequence."""
+    def oracle(self, row: int, rows: Tensors | None = None) -> tuple[Tensor, list[list[Tensor]]]:
+        """Run the float64 loop over one sequence; rows are those that would be stashed unless others are given."""
         shared = {name for name in self.given if name not in (*self.family.states, *self.family.rows)}
         one = {name: (t if name in shared else t[row]).cpu() for name, t in self.given.items()}
-        kept = {name: t[row].cpu() for name, t in self.stashed().items()}
+        kept = {name: t[row].cpu() for name, t in (rows or self.stashed()).items()}
         return self.family.oracle(one, kept, self.parents[row].tolist(), **self.options)
 
-    def outputs(self) -> Tensor:
-        return torch.stack([self.oracle(row)[0] for row in range(len(self.parents))])
+    def outputs(self, rows: Tensors | None = None) -> Tensor:
+        return torch.stack([self.oracle(row, rows)[0] for row in range(len(self.parents))])
 
-    def states_at(self, ends: tuple[int | None, ...]) -> list[Tensor]:
+    def states_at(self, ends: tuple[int | None, ...], rows: Tensors | None = None) -> list[Tensor]:
         """Return the states after a node of each tree, or before it for None."""
-        found = [self.oracle(row)[1] for row in range(len(ends))]
+        found = [self.oracle(row, rows)[1] for row in range(len(ends))]
         return [
             torch.stack([state[i].double().cpu() if end is None else found[i][k][end] for i, end in enumerate(ends)])
             for k, state in enumerate(self.states)
@@ -204,3 +204,41 @@ def assert_scanned(problem: Problem, first: int = 0, tolerance: float = CLOSE) -
     y = problem.scan(first=first, backend="triton")
     assert y.dtype == problem.given[problem.dtype_of].dtype and y.is_contiguous() and bool(y.isfinite().all())
     assert error(y[wanted], problem.to(torch.float64).scan(first=first)[wanted]) < tolerance
+
+
+# Hard numbers.
+
+
+def all_or_nothing(family: Family, n: int, dtype: torch.dtype, **sizes: int) -> tuple[Problem, Tensors]:
+    """Draw decays of all or nothing at every node, and rows as stashed with them."""
+    problem = Problem.draw(family, random_parents(n, 2, 5), dtype=dtype, **sizes)
+    rng = torch.Generator().manual_seed(1)
+
+    def one_of(like: Tensor, *values: float) -> Tensor:
+        return torch.tensor(values)[torch.randint(0, len(values), like.shape, generator=rng)].to(like)
+
+    for name in {"g", "log_a"} & problem.given.keys():
+        problem = problem.changed(**{name: one_of(problem.given[name], 0.0, -1e-3, -0.5, -1e4)})
+    rows = problem.stashed()
+    if "stash_dt" not in rows:
+        return problem, rows
+    rows["stash_dt"] = one_of(rows["stash_dt"], 0.0, 1e-3, 0.5, 1e4)
+    name, A, most = next(iter(rows)), -torch.ones_like(problem.given["A"]), rows["stash_dt"].clamp(min=1)
+    if family.name == "selective":
+        A[:, 0], A[:, 1] = -1e-30, -1e30
+        rows[name] /= most
+    else:
+        heads, headdim = problem.states[0].shape[1:3]
+        x = rows[name][..., : heads * headdim].unflatten(-1, (heads, headdim))
+        x /= most[..., None]
+    return problem.changed(A=A), rows
+
+
+def correlated(problem: Problem, cosine: float) -> Problem:
+    """Give all keys of a delta rule this cosine to one direction, with beta up to 2 and weak decays."""
+    common = torch.zeros_like(problem.given["k"])
+    common[..., 0] = 1
+    noise = torch.nn.functional.normalize(problem.given["k"] * (1 - common), dim=-1)
+    keys = cosine * common + (1 - cosine**2) ** 0.5 * noise
+    beta = torch.where(problem.given["beta"] > 1, 2.0, problem.given["beta"])
+    return problem.changed(q=keys, k=keys, g=problem.given["g"] * 1e-3, beta=beta)

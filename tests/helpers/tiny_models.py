@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from stree import TokenTree, TreeLM
-from stree.models.state import DecodeState
 
 FAMILIES = ("mamba2", "bamba", "llama")
 VOCAB = 97
@@ -183,21 +182,3 @@ def tree_error(
             expected = fresh_node_logits(model, text, tree, row)[kept]
             errors.append(relative_error(logits[row, [nodes[place] - first for place in kept]], expected))
     return max(errors)
-
-
-def check_steps(
-    model: PreTrainedModel,
-    lm: TreeLM,
-    state: DecodeState,
-    texts: Sequence[Sequence[int]],
-    trees: tuple[random.Random, Sequence[int]],
-    tolerance: float,
-) -> None:
-    """Verify and commit two random trees on a state that holds ``texts``, each compared with fresh forwards."""
-    rng, sizes = trees
-    for _ in range(2):
-        tree = random_tree(rng, sizes)
-        assert tree_error(model, texts, tree, lm.verify(state, tree)) < tolerance
-        paths = [random_path(rng, tree, row) for row in range(len(sizes))]
-        lm.commit(state, *as_commit(paths))
-        texts = extended(texts, tree, paths)

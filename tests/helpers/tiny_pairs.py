@@ -1,17 +1,20 @@
-"""A tiny target and drafter for the benchmark's tests, and a tokenizer of letters."""
+"""A tiny target and drafter, small tokenizers, a model that writes chosen tokens, and settings of short training."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from helpers.tiny_models import VOCAB, patched, tiny_model
+from stree import TreeLM
 from stree.bench.pair import Pair
+from stree.distill import Settings
 
 WORDS = [f"w{number}" for number in range(1, VOCAB)]
 
@@ -51,3 +54,64 @@ def save_tiny(folder: Path, seed: int = 0, words: Sequence[str] = WORDS) -> str:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
     tiny_model("mamba2", seed=seed, eos_token_id=0).save_pretrained(folder)
     return str(folder)
+
+
+SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+def _finished(tokenizer: Tokenizer, eos_token: str) -> Any:
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos_token)
+
+
+@cache
+def byte_fallback(eos_token: str = "</s>") -> Any:
+    """Make a tokenizer as SentencePiece's: words with their spaces, and bytes for characters that have no token."""
+    letters = ["▁", *"abcdefinorstux", "é", "語", "▁a", "▁ab", "cd", "▁user"]
+    names = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    merges = [("▁", "a"), ("▁a", "b"), ("c", "d")]
+    vocabulary = {name: place for place, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(steps)
+    return _finished(tokenizer, eos_token)
+
+
+@cache
+def byte_level(eos_token: str = "</s>") -> Any:
+    """Make a tokenizer as GPT-2's: every token is a run of bytes, of which some cut characters."""
+    names = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [("a", "b"), ("Ġ", "a"), ("æ", "Ĺ"), ("¥", "æ"), ("ð", "Ł")]  # e6 97 is part of 日, a5 e6 of 日月
+    vocabulary = {name: place for place, name in enumerate([*names, *map("".join, pairs)])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return _finished(tokenizer, eos_token)
+
+
+def writing_model(tokenizer: Any, *chains: Sequence[int], eos_token_id: int | None = None) -> TreeLM:
+    """Make a model that continues the first token of each chain by its others; no token may have two successors."""
+    size = len(tokenizer)
+    model: Any = tiny_model("mamba2", vocab_size=size, tie_word_embeddings=False, eos_token_id=eos_token_id)
+    torch.manual_seed(0)
+    directions = torch.nn.functional.normalize(torch.randn(size, model.config.hidden_size), dim=1)
+    with torch.no_grad():
+        model.backbone.embeddings.weight.copy_(directions)
+        model.backbone.norm_f.weight.fill_(1)
+        for layer in model.backbone.layers:
+            layer.mixer.out_proj.weight.zero_()
+        model.lm_head.weight.zero_()
+        successors = dict[int, int]()
+        for chain in chains:
+            for token, after in zip(chain, chain[1:], strict=False):
+                assert successors.setdefault(token, after) == after, f"token {token} has two successors"
+        for token, after in successors.items():
+            model.lm_head.weight[after] += 3 * directions[token]
+    return TreeLM(model)
+
+
+END = 0
+SETTINGS = Settings(
+    hidden=16, layers=1, steps=6, batch_size=2, length=16, generated=0.25, adam_lr=2e-2, save_every=0.0
+)  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from torch import Tensor
 from helpers import oracles
 from stree import TokenTree
 from stree.kernels.dispatch import as_on_device
+from stree.kernels.traversal import cpu
 from stree.kernels.traversal.api import traverse as traverse_on_device
-from stree.kernels.traversal.operands import DraftRows, TraversedPath
+from stree.kernels.traversal.operands import DraftRows, Held, TraversedPath
 from stree.kernels.traversal.reference import accept_probs
 from stree.kernels.traversal.residuals import Residuals
 from stree.sampling import Random
@@ -125,21 +127,63 @@ class Problem:
             max_children=max_children, seed=rng.seed, sequences=rng.sequences, positions=rng.positions,
         )  # fmt: skip
 
-    def error(self, accept_probs: Tensor, ratios: Tensor, found: TraversedPath) -> float:
-        """Measure how far the kernels' accept_probs and ratios are from these, at drafted nodes."""
+    def error(self, accept_probs: Tensor, ratios: Tensor, found: TraversedPath | Compiled) -> float:
+        """Measure how far found accept_probs and ratios are from these, at drafted nodes."""
         drafted = self.tree.parents >= 0
         pairs = (found.accept_probs.cpu() - accept_probs, found.ratios.cpu() - ratios)
         return max(float((pair.abs() * drafted).max()) for pair in pairs)
 
-    def check(self, found: TraversedPath, close: float = CLOSE) -> None:
+    def check(self, found: TraversedPath | Compiled, close: float = CLOSE) -> None:
         """Require the accept_probs of float64 and the outcome of the torch code."""
-        assert self.error(*self.wide(), found) < close
+        accept_probs, residuals = self.wide_residuals()
+        assert self.error(accept_probs, residuals.ratio[:, :-1].clamp(max=1), found) < close
         expected = self.outcome()
         for name in ("path", "path_lengths", "next_token"):
             left, right = getattr(found, name).cpu(), getattr(expected, name)
             assert left.dtype == right.dtype and torch.equal(left, right), name
         assert expected.ratios is not None
         assert float((found.ratios.cpu() - expected.ratios).abs().max()) < close
+        if isinstance(found, Compiled):
+            assert found.accept_probs.dtype == torch.float64 and found.ratios.dtype == self.dist.dtype
+            assert not bool(found.ratios[self.tree.parents < 0].any())
+            left, total = found.left.double(), residuals._probs.sum(-1, keepdim=True)
+            apart = left / left.sum(-1, keepdim=True) - residuals._probs / total
+            assert bool((left >= 0).all()) and float((apart.abs() * total).max()) < close
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the code compiled for the CPU made of a problem.
+
+    Attributes:
+        left: what is left of the distributions.
+    """
+
+    accept_probs: Tensor
+    ratios: Tensor
+    left: Tensor
+    path: Tensor
+    path_lengths: Tensor
+    next_token: Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, dist: Tensor | None = None) -> Compiled:
+        """Traverse, and look on."""
+        seen: list[Tensor] = []
+        hold = cpu.hold
+
+        def watched(*given: Any) -> Held:
+            held = hold(*given)
+            seen.extend(part.clone() for part in held)
+            return held
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "hold", watched)
+            given = problem.dist.clone() if dist is None else dist
+            accepted = traverse(problem.tree, given, problem.rng, problem.draft, problem.depth)
+        accept_probs, ratios, left = seen
+        assert accepted.ratios is not None and torch.equal(accepted.ratios, ratios)
+        return cls(accept_probs, ratios, left, accepted.path, accepted.path_lengths, accepted.next_token)
 
 
 _test = Residuals.test

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.command_line import error_of
-from helpers.openai_requests import CONVERSATION, NEUTRAL, REFUSED, TOOL_TEMPLATE, as_a_template_has_it
+from helpers.calls import error_of
+from helpers.http_served import CONVERSATION, NEUTRAL, REFUSED, TOOL_TEMPLATE, as_a_template_has_it
 from helpers.tiny_models import patched, tiny_model
 from helpers.tiny_pairs import save_tiny
 

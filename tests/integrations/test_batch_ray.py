@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.small_tokenizers import byte_fallback, writing_model
+from helpers.tiny_pairs import byte_fallback, writing_model
 
 import stree
 from stree.integrations.ray import Generator, local_ray

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers.small_tokenizers import byte_fallback, writing_model
+from helpers.tiny_pairs import byte_fallback, writing_model
 
 from stree.drafters import SuffixDrafter
 from stree.integrations.batch_generate import RowGenerator

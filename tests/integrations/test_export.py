@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.command_line import error_of
+from helpers.calls import error_of
 from transformers import AutoModelForCausalLM, StoppingCriteria
 
 from stree.cli import main

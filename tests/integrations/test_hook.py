@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from helpers.calls import together
 from helpers.hooked_generate import (
     LANDED,
     NEW_TOKENS,
@@ -23,7 +24,6 @@ from helpers.hooked_generate import (
 )  # fmt: skip
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import VOCAB
-from helpers.together import together
 from transformers import LogitsProcessorList
 
 import stree

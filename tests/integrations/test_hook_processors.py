@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from helpers.fast_cases import slow_unless
 from helpers.hooked_generate import PROMPTS, Copying, draft_model, hooked, new_tokens, plain
-from helpers.tiny_dflash import target_and_block_head
+from helpers.tiny_heads import target_and_block_head
 from helpers.tiny_models import patched
 
 from stree.drafters import Drafter, FusedDrafter, HeadDrafter, ModelDrafter, SuffixDrafter

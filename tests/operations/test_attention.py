@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.host_reads import NoHostReads
-from helpers.launch_keys import Key, launch_keys
+from helpers.launch_keys import launch_keys
+from helpers.on_device import NoHostReads
 from helpers.operation_families import ATTENTION
 from helpers.operation_problem import DEVICE, Problem, Tensors, error, mixed_parents, off_path, paths_to, random_parents
 from hypothesis import given, settings
@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from stree.kernels import ops
-from stree.kernels.attention import kernel as attention
 from stree.kernels.attention.kernel import split_context
 from stree.kernels.precision import float32_tolerance
 from stree.kernels.tiles import interpreted
@@ -186,28 +185,6 @@ def test_rows_may_stand_farther_apart_than_32_bits_count() -> None:
     ops.kv_commit(*cache, lengths, far["k"], far["v"], *path, backend="triton")
     assert torch.equal(far["k_cache"][0, 0, 2], problem.given["k"][0, 2, 0])
     assert torch.equal(far["v_cache"][0, 0, 1], problem.given["v"][0, 0, 0])
-
-
-def keys_of(monkeypatch: pytest.MonkeyPatch, n: int, first: int, context: int, entries: int) -> list[Key]:
-    problem = draw(random_parents(n, 1), (context - 5,), capacity=context, shared=1, dim=16)
-    path = torch.zeros(1, entries, dtype=torch.int32, device=DEVICE)
-    with launch_keys(monkeypatch) as keys:
-        step(problem, problem.stash(ROOM), first, path, torch.ones(1, dtype=torch.int32, device=DEVICE))
-    return keys
-
-
-@pytest.mark.slow
-def test_no_tree_path_or_context_of_a_generation_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    short, long = keys_of(monkeypatch, 7, 0, 40, 3), keys_of(monkeypatch, 7, 2, 150, 3)
-    assert [name for name, _ in short] == ["kv_commit_kernel", "attention_kernel"]
-    assert [name for name, _ in long] == ["kv_commit_kernel", "attention_kernel", "merge_kernel"]
-    for n, context, entries in ((1, 16, 1), (16, 64, 16), (2, 33, 2)):
-        assert keys_of(monkeypatch, n, 0, context, entries) == short
-    for n, first, context, entries in ((2, 1, 128, 1), (16, 15, 160, 16), (16, 1, 450, 5)):
-        assert keys_of(monkeypatch, n, first, context, entries) == long
-    kernel = attention.attention_kernel
-    monkeypatch.setitem(getattr(kernel, "kwargs" if hasattr(kernel, "kwargs") else "__dict__"), "do_not_specialize", [])
-    assert keys_of(monkeypatch, 16, 0, 64, 16) != short, "without the list the key must change"
 
 
 def test_a_growing_tree_reads_its_older_rows_from_the_stash() -> None:

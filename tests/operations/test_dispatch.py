@@ -1,11 +1,18 @@
-"""What the host may read of a tensor, and copies between host and device."""
+"""What the host may read of a tensor, copies to a device, constants that threads share, and the cache of numba."""
 
 from __future__ import annotations
 
+import logging
+import time
+
+import numba
 import pytest
 import torch
+from helpers.calls import together
+from torch import Tensor
 
 from stree.kernels import dispatch, ops
+from stree.kernels.constants import constant
 from stree.kernels.dispatch import (
     as_on_device,
     backend_of,
@@ -16,6 +23,7 @@ from stree.kernels.dispatch import (
     most_true,
 )
 from stree.kernels.host_copies import HostCopy, upload
+from stree.kernels.numba_jit import compiled
 
 
 def test_bounds_are_exact_where_the_host_can_read_and_safe_where_it_cannot() -> None:
@@ -56,3 +64,36 @@ def test_an_operation_is_bound_once_for_what_its_choice_depends_on() -> None:
     assert own is not found and own.__module__ == "stree.kernels.sampling.philox"
     with pytest.raises(ValueError, match="backend must be 'auto', 'reference' or 'triton', got 'cpu'"):
         dispatch.choose("philox_uniform", "cpu", counters[0])  # type: ignore[arg-type]
+
+
+def test_threads_that_make_a_constant_at_once_get_one_object() -> None:
+    @constant
+    def zeros(size: int) -> Tensor:
+        time.sleep(0.05)  # so that every thread begins before one has made it
+        return torch.zeros(size)
+
+    found = together(lambda number: zeros(3 + number % 2), 4)
+    assert found[0] is found[2] and found[1] is found[3] and [len(one) for one in found[:2]] == [3, 4]
+    assert zeros(3) is found[0]
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def test_functions_are_compiled_without_a_cache_where_no_folder_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    # Only the folder of NUMBA_CACHE_DIR may be used, and there is none.
+    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
+    with pytest.raises(RuntimeError, match="no locator available"):
+        numba.njit(cache=True)(double)
+    with caplog.at_level(logging.WARNING, "stree"):
+        assert [compiled(double)(4), compiled(double)(5)] == [8, 10]
+    assert [record.getMessage() for record in caplog.records] == [
+        "numba keeps no compiled code: no folder can be written; set NUMBA_CACHE_DIR to one"
+    ]
+    monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "Misspelt")
+    with pytest.raises(RuntimeError, match="Misspelt"):
+        compiled(double)

@@ -5,13 +5,10 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_norms.py
 
 from __future__ import annotations
 
-import importlib
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from helpers.launch_keys import Key, launch_keys
 from helpers.operation_problem import DEVICE, error
 from torch import Tensor
 
@@ -24,36 +21,9 @@ CASES = [(b, d) for b in ("reference", "triton") for d in TOLERANCE if (b, d) !=
 BACKENDS = pytest.mark.parametrize(("backend", "dtype"), CASES, ids=[f"{b}-{str(d)[6:]}" for b, d in CASES])
 EPS = 1e-5
 
-# Family, class, arguments of its constructor beside the width, and what the operation is told.
-MODULES: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
-    ("mamba2", "MambaRMSNormGated", {"group_size": 36}, {}),
-    ("zamba2", "Zamba2RMSNormGated", {"group_size": 18}, {"groups": 2}),
-    ("nemotron_h", "NemotronHRMSNormGated", {"group_size": 12}, {"groups": 3}),
-    ("bamba", "BambaRMSNormGated", {"group_size": 36}, {}),
-    ("granitemoehybrid", "GraniteMoeHybridRMSNormGated", {"group_size": 36}, {}),
-    ("falcon_h1", "FalconH1RMSNormGated", {"n_groups": 2}, {"groups": 2, "norm_before_gate": True}),
-    ("falcon_h1", "FalconH1RMSNormGated", {"n_groups": 3, "norm_before_gate": False}, {"groups": 3}),
-    ("qwen3_next", "Qwen3NextRMSNormGated", {}, {"norm_before_gate": True}),
-    ("kimi_linear", "KimiLinearRMSNormGated", {}, {"norm_before_gate": True, "activation": "sigmoid"}),
-]
-
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
-
-
-def module_of(family: str, name: str, *arguments: Any, **options: Any) -> Any:
-    """Build a module of transformers; skip where its release lacks the family."""
-    try:
-        file = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
-    except ImportError:
-        pytest.skip(f"this release of transformers has no {family}")
-    if not hasattr(file, name):
-        pytest.skip(f"this release of transformers has no {name}")
-    kind = getattr(file, name)
-    if "group_size" not in inspect.signature(kind).parameters:  # before 5.23 those of whole rows were not told
-        options.pop("group_size", None)
-    return kind(*arguments, **options).to(DEVICE)
 
 
 def gated(x: Tensor, gate: Tensor, weight: Tensor, groups: int, first: bool, sigmoid: bool) -> Tensor:
@@ -82,18 +52,6 @@ def test_gated_norm_of_strided_rows_equals_its_distribution(
     assert error(y, gated(x, gate, weight, 3, first, sigmoid)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize(("family", "name", "arguments", "options"), MODULES, ids=[f"{m[0]}-{m[2]}" for m in MODULES])
-def test_gated_norm_equals_the_module_of_transformers(
-    backend: ops.Backend, family: str, name: str, arguments: dict[str, Any], options: dict[str, Any]
-) -> None:
-    module = module_of(family, name, 36, eps=EPS, **arguments)
-    module.weight.data.copy_(draw(36, seed=2))
-    x, gate = draw(2, 5, 36), draw(2, 5, 36, seed=1)
-    y = ops.gated_rms_norm(x, gate, module.weight.data, eps=EPS, backend=backend, **options)
-    assert error(y, module(x, gate)) < TOLERANCE[torch.float32]
-
-
 def test_a_wrong_order_of_norm_and_gate_is_seen() -> None:
     x, gate, weight = draw(2, 5, 36), draw(2, 5, 36, seed=1), draw(36, seed=2)
     y = ops.gated_rms_norm(x, gate, weight, eps=EPS, norm_before_gate=True)
@@ -113,27 +71,6 @@ def test_norm_of_a_residual_sum_equals_its_distribution(backend: ops.Backend, dt
         stored = total.double()
         expected = stored / ((stored**2).mean(-1, keepdim=True) + EPS).sqrt() * (weight.double() + 0.5)
         assert error(y, expected) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize(
-    ("family", "name", "offset"),
-    [
-        ("mamba2", "Mamba2RMSNorm", 0.0),
-        ("nemotron_h", "NemotronHRMSNorm", 0.0),
-        ("recurrent_gemma", "RecurrentGemmaRMSNorm", 1.0),
-        ("qwen3_next", "Qwen3NextRMSNorm", 1.0),
-    ],
-    ids=str,
-)
-def test_norm_of_a_residual_sum_equals_the_module_of_transformers(
-    backend: ops.Backend, family: str, name: str, offset: float
-) -> None:
-    module = module_of(family, name, 36, eps=EPS)
-    module.weight.data.copy_(draw(36, seed=2))
-    x, residual = draw(2, 5, 36), draw(2, 5, 36, seed=1)
-    y, total = ops.rms_norm_add(x, residual, module.weight.data, eps=EPS, offset=offset, backend=backend)
-    assert torch.equal(total, residual + x) and error(y, module(residual + x)) < TOLERANCE[torch.float32]
 
 
 @BACKENDS
@@ -178,20 +115,3 @@ def test_gates_of_any_size_do_not_overflow() -> None:
     for first in (False, True):
         y = ops.gated_rms_norm(x, gate, weight, eps=EPS, norm_before_gate=first, backend="triton")
         assert error(y, gated(x, gate.clamp(min=-700), weight, 1, first, False)) < TOLERANCE[torch.float32]
-
-
-@pytest.mark.parametrize("width", [39, 48])
-def test_no_number_of_rows_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
-    def keys(batch: int, n: int) -> list[Key]:
-        projected, weight = draw(batch, n, 112), draw(width)
-        x, gate = projected[..., :width], projected[..., 64 : 64 + width]
-        with launch_keys(monkeypatch) as found:
-            ops.gated_rms_norm(x, gate, weight, eps=EPS, backend="triton")
-            ops.rms_norm_add(x, gate, weight, eps=EPS, backend="triton")
-            ops.rms_norm_add(x, gate, weight, eps=EPS, other=gate, backend="triton")
-            ops.rms_norm(x, weight, eps=EPS, backend="triton")
-        return found
-
-    first = keys(1, 5)
-    assert [name for name, _ in first] == ["gated_norm_kernel", *["norm_add_kernel"] * 3]
-    assert all(keys(*sizes) == first for sizes in ((1, 1), (1, 16), (16, 1), (3, 7)))

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import oracles
-from helpers.together import together
+from helpers.calls import together
 from torch import Tensor
 
 from stree.kernels import checks, dispatch, ops

@@ -11,12 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.launch_keys import Key, launch_keys
 from helpers.operation_problem import DEVICE, error
 from torch import Tensor
-from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb as apply_partly
 
 from stree.kernels import ops
 from stree.kernels.ops import ACTIVATIONS
@@ -34,7 +30,6 @@ ACT: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3))),
     "relu_squared": lambda x: x.clamp(min=0) ** 2,
 }
-THEIRS = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh", "relu_squared": "relu2"}
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -71,16 +66,6 @@ def test_rotary_positions_of_strided_rows_equal_their_distribution(
     assert torch.equal(q, before)
 
 
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("width", [16, 4])
-def test_rotary_positions_equal_those_of_transformers(backend: ops.Backend, width: int) -> None:
-    q, k = draw(2, 4, 5, 16), draw(2, 2, 5, 16, seed=1)
-    cos, sin = draw(2, 5, width, seed=2), draw(2, 5, width, seed=3)
-    theirs = (apply_rotary_pos_emb if width == 16 else apply_partly)(q, k, cos, sin)
-    for mine, other in zip(ops.rotary(q, k, cos, sin, backend=backend), theirs, strict=True):
-        assert error(mine, other) < TOLERANCE[torch.float32]
-
-
 def test_a_rotation_in_pairs_is_seen() -> None:
     q, k, angles = draw(1, 2, 3, 8), draw(1, 1, 3, 8, seed=1), draw(1, 3, 8, seed=2)
     mine, _ = ops.rotary(q, k, angles.cos(), angles.sin())
@@ -97,14 +82,6 @@ def test_a_gated_activation_of_halves_of_a_row_equals_its_distribution(
     y = ops.gated_activation(gate, up if has_up else None, activation=activation, scale=1.5, backend=backend)
     assert y.dtype == dtype and y.is_contiguous()
     assert error(y, ACT[activation](1.5 * gate.double()) * (up.double() if has_up else 1)) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("backend", ["reference", "triton"])
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_an_activation_equals_that_of_transformers(backend: ops.Backend, activation: str) -> None:
-    gate, up = 3 * draw(4, 50), draw(4, 50, seed=1)
-    y = ops.gated_activation(gate, up, activation=activation, backend=backend)
-    assert error(y, ACT2FN[THEIRS[activation]](gate) * up) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -203,24 +180,3 @@ def test_rows_of_nothing_have_no_direction() -> None:
     qk, b = torch.zeros(1, 2, 16, device=DEVICE), torch.zeros(1, 2, 3, device=DEVICE)
     q, k, _, beta = ops.delta_inputs(qk, b, key_heads=2, backend="triton")
     assert not bool(q.any() | k.any()) and bool((beta == 0.5).all())
-
-
-@pytest.mark.slow
-def test_no_number_of_nodes_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keys(batch: int, n: int) -> list[Key]:
-        q, k = draw(batch, n, 4, 32).transpose(1, 2), draw(batch, n, 2, 32).transpose(1, 2)
-        cos, rows, small = draw(batch, n, 32), draw(batch, n, 96), draw(batch, n, 32)
-        with launch_keys(monkeypatch) as found:
-            ops.rotary(q, k, cos, cos, backend="triton")
-            ops.gated_activation(rows[..., :48], rows[..., 48:], backend="triton")
-            ops.delta_inputs(rows[..., :64], small[..., :16], small[..., 16:], rows[0, 0, :16], rows[0, 0, :16],
-                             key_heads=2, backend="triton")  # fmt: skip
-            tokens = rows.flatten(0, 1)
-            index = torch.zeros(batch * n, 2, dtype=torch.int64, device=DEVICE) + torch.arange(2, device=DEVICE)
-            ops.experts(tokens, index, tokens[:, :2], draw(2, 64, 96), draw(2, 96, 32), backend="triton")
-        return found
-
-    first = keys(1, 5)
-    assert [name for name, _ in first] == ["rotary_kernel", "gated_activation_kernel", "delta_inputs_kernel",
-                                        "experts_up_kernel", "experts_down_kernel", "experts_sum_kernel"]  # fmt: skip
-    assert all(keys(*sizes) == first for sizes in ((1, 16), (3, 7), (1, 1)))

@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from helpers import oracles
-from helpers.operation_families import ATTENTION, CONV, DELTA, DIAGONAL, FAMILIES, KDA, RECURRENCES, SELECTIVE, SSD
+from helpers.operation_families import ATTENTION, CONV, DELTA, FAMILIES, RECURRENCES
 from helpers.operation_problem import (
     Family,
     Problem,
+    all_or_nothing,
     chain,
+    correlated,
     error,
     mixed_parents,
     off_path,
@@ -31,9 +33,7 @@ from hypothesis import strategies as st
 from stree.kernels import ops
 from stree.kernels.topology import Topology, ancestor_mask
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is tested on the CPU"),
-]
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is tested on the CPU")]
 
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
 TOLERANCE = {
@@ -76,24 +76,6 @@ def test_scan_of_chains_stars_and_padded_trees_equals_the_recursion_in_every_dty
     assert y.dtype == dtype and y.is_contiguous() and bool(y.isfinite().all())
     assert error(y[problem.is_node], problem.outputs()[problem.is_node]) < TOLERANCE[dtype]
     assert all(torch.equal(mine, other) for mine, other in zip(problem.states, before, strict=True))
-
-
-@every_family
-def test_scan_of_a_chain_equals_the_sequential_scan(family: Family) -> None:
-    problem = Problem.draw(family, chain(11, 2))
-    y = problem.scan()
-    one = torch.zeros(2, 1, dtype=torch.int32)
-    for i in range(11):
-        rows = {name: problem.given[name][:, i : i + 1] for name in family.rows}
-        step = replace(problem.changed(**rows), parents=one - 1)
-        assert error(step.scan(), y[:, i : i + 1]) < EXACT
-        step.commit(one, one[:, 0] + 1)
-
-
-@every_family
-def test_padding_changes_no_node(family: Family) -> None:
-    padded = Problem.draw(family, random_parents(12, padding=3))
-    assert error(padded.scan()[:, :9], padded.cut(9).scan()) < EXACT
 
 
 @every_family
@@ -195,55 +177,15 @@ def test_a_tree_grown_in_pieces_equals_one_call(family: Family) -> None:
 # Extremes.
 
 
-def with_decays(problem: Problem, choices: list[float], seed: int = 1) -> Problem:
-    """Give every node one of a few log decays; inputs of Mamba layers are divided by their step sizes."""
-    draws = torch.Generator().manual_seed(seed)
-    name = {"ssd": "dt", "selective": "dt", "diagonal": "log_a"}.get(problem.family.name, "g")
-    old = problem.given[name]
-    decays = torch.tensor(choices)[torch.randint(0, len(choices), old.shape, generator=draws)].to(old)
-    return problem.changed(**{name: decays})
-
-
 @every_dtype
-@pytest.mark.parametrize("family", [DELTA, KDA, DIAGONAL], ids=lambda f: f.name)
+@every_recurrence
 def test_extreme_decays_forget_all_or_nothing(family: Family, dtype: torch.dtype) -> None:
-    problem = with_decays(Problem.draw(family, random_parents(21), dtype=dtype), [0.0, -1e-3, -0.5, -1e4])
-    assert error(problem.scan(), problem.outputs()) < TOLERANCE[dtype]
-    expected = problem.states_at((20, 17))[0]
-    problem.commit(*paths_to(problem.parents, (20, 17)))
-    assert error(problem.states[0], expected) < TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
-
-
-@every_dtype
-@pytest.mark.parametrize("family", [SSD, SELECTIVE], ids=lambda f: f.name)
-def test_extreme_step_sizes_forget_all_or_nothing(family: Family, dtype: torch.dtype) -> None:
-    problem = Problem.draw(family, random_parents(21), dtype=dtype)
-    rows = problem.stashed()
-    sizes = torch.tensor([0.0, 1e-3, 0.5, 1e4])
-    dt = sizes[torch.randint(0, 4, rows["stash_dt"].shape, generator=torch.Generator().manual_seed(1))].to(
-        rows["stash_dt"]
-    )
-    problem = problem.changed(A=-torch.ones_like(problem.given["A"]), state=problem.states[0] * 1e4)
-    rows["stash_dt"] = dt
+    problem, rows = all_or_nothing(family, 21, dtype)
     y = family.scan(problem.given, rows, problem.parents, 0, backend="reference")
-    shared = [family.oracle(
-        {name: (t if name in ("A", "bias", "D") else t[row]) for name, t in problem.given.items()},
-        {name: t[row] for name, t in rows.items()}, problem.parents[row].tolist(),
-    ) for row in range(2)]  # fmt: skip
-    assert error(y, torch.stack([found[0] for found in shared])) < TOLERANCE[dtype]
+    assert error(y, problem.outputs(rows)) < TOLERANCE[dtype]
+    expected = problem.states_at((20, 17), rows)[0]
     problem.commit(*paths_to(problem.parents, (20, 17)), rows)
-    expected = torch.stack([shared[0][1][0][20], shared[1][1][0][17]])
     assert error(problem.states[0], expected) < TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
-
-
-def correlated(problem: Problem, cosine: float) -> Problem:
-    """Give all keys of a delta rule this cosine to one direction, with beta up to 2 and weak decays."""
-    common = torch.zeros_like(problem.given["k"])
-    common[..., 0] = 1
-    noise = torch.nn.functional.normalize(problem.given["k"] * (1 - common), dim=-1)
-    keys = cosine * common + (1 - cosine**2) ** 0.5 * noise
-    beta = torch.where(problem.given["beta"] > 1, 2.0, problem.given["beta"])
-    return problem.changed(q=keys, k=keys, g=problem.given["g"] * 1e-3, beta=beta)
 
 
 @every_dtype

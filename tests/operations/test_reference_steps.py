@@ -12,24 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.host_reads import NoHostReads
+from helpers.on_device import NoHostReads
 from helpers.operation_families import FAMILIES
-from helpers.operation_problem import (
-    Family,
-    Problem,
-    Tensors,
-    chain,
-    paths_to,
-    random_parents,
-)
+from helpers.operation_problem import Family, Problem, Tensors, chain, paths_to, random_parents
 from torch import Tensor
 
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath, Topology
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is tested on the CPU"),
-]
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is tested on the CPU")]
 
 every_family = pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f.name)
 

@@ -245,19 +245,6 @@ def test_a_sampling_without_cuts_is_launched_and_others_are_what_they_were(
             assert norms is None and torch.equal(found, other.probs(logits))
 
 
-@pytest.mark.parametrize("vocab", [101, 128])
-def test_no_tree_of_a_generation_asks_for_a_build_of_its_own(vocab: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for batch, rows, used, step in ((1, 1, 0, 1), (1, 16, 14, 1), (3, 7, 8, 1), (16, 1, 23, 1), (2, 3, 5, 16)):
-        room = torch.zeros(batch, used + step * rows + 2, vocab, device=DEVICE)
-        logits = torch.zeros(batch, step * rows, vocab, device=DEVICE)[:, ::step]
-        with launch_keys(monkeypatch) as keys:
-            kernels.probs_and_norms(logits, 0.8, room[:, used : used + step * rows : step])
-        found.append(keys)
-    assert found == found[:1] * len(found)
-    assert ("'ALIGNED': True" in found[0][0][1]) == (vocab == 128)
-
-
 # What is wrong, and distributions and norms that are wrong so.
 CONTROLS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "another temperature": lambda logits: kernels.probs_and_norms(logits, 0.801, None),

@@ -58,19 +58,6 @@ def test_launches_say_so_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("'enable_fp_fusion', " in key for _, key in keys)
 
 
-@pytest.mark.parametrize("width", [24, 32])  # channels of the projection that the rows are a part of
-def test_the_convolution_of_any_number_of_nodes_is_one_build(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    device, found = "cuda" if torch.cuda.is_available() else "cpu", []
-    for n in (13, 14, 15, 16):
-        x = torch.randn(2, n, width, device=device)[..., :16]
-        parents = torch.arange(-1, n - 1, device=device, dtype=torch.int32).expand(2, -1).contiguous()
-        weight, window = torch.randn(16, 4, device=device), torch.zeros(2, 16, 3, device=device)
-        with launch_keys(monkeypatch) as keys:
-            ops.tree_conv1d(x, weight, None, parents, window, backend="triton")
-        found += [key for name, key in keys if name == "conv_kernel"]
-    assert len(found) == 4 and len(set(found)) == 1
-
-
 def test_a_grid_that_cuda_does_not_take_is_refused() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     probs = torch.zeros(65536, 1, device=device)

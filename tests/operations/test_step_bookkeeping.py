@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.launch_keys import launch_keys
-from helpers.on_device import treat_as_on_device
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -184,45 +182,6 @@ def test_the_rows_of_a_path_are_those_of_torch(name: str, batch: int) -> None:
         bookkeeping.copy_rows(nodes, begins, sources, found)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other) and bool(other.any())
-
-
-def test_rows_of_the_same_widths_share_a_build_whatever_the_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    treat_as_on_device(monkeypatch, triton=True, host_can_read=True)
-    for layers, batch, n in ((2, 1, 16), (3, 4, 33), (1, 2, 7)):
-        sources = [torch.zeros(layers, batch, n, width, device=DEVICE) for width in (48, 3)]
-        rows = [torch.zeros(layers, batch, 16, width, device=DEVICE) for width in (48, 3)]
-        begins = torch.arange(0, n * layers * batch, n, device=DEVICE).view(layers, batch, 1)
-        with launch_keys(monkeypatch) as keys:
-            bookkeeping.copy_rows(torch.zeros(batch, 16, dtype=torch.long, device=DEVICE), begins, sources, rows)
-            path, lengths = torch.zeros(batch, n % 13, dtype=torch.int32), torch.zeros(batch, dtype=torch.int32)
-            deferred = DeferredPath(on_device(torch.zeros(batch, 16).long()), on_device(lengths))
-            bookkeeping.defer_path(on_device(path), on_device(lengths), deferred, on_device(lengths))
-        found.append(keys)
-    assert [name for name, _ in found[0]] == ["rows_kernel", "defer_kernel"]
-    assert found[0] == found[1] == found[2]
-
-
-def test_a_step_s_own_numbers_make_no_new_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for m, n in ((4, 16), (7, 31), (5, 33)):
-        draw = numbers(m)
-        path, lengths = paths(draw, 2, n, m)
-        zero = torch.zeros(2).long()
-        texts = Texts(
-            zero.new_zeros(2, 8 + m), zero, zero.clone(), zero + 9, zero.bool(), torch.arange(m % 3).expand(2, -1)
-        )
-        given = [on_device(one) for one in (draw(0, 7, 2, n), path, lengths, zero)]
-        with launch_keys(monkeypatch) as keys:
-            known = Texts(*(on_device(getattr(texts, field.name)) for field in fields(Texts)))
-            highest = on_device(torch.zeros(2, n))
-            texts_of_step._emit_in_one(given[0], given[1], given[2], given[3], known, highest, may_be_infinite=True)
-            with as_on_device(host_can_read=True):
-                bookkeeping.path_on_columns(given[1], given[2], None, n)
-                bookkeeping.path_on_nodes(given[1], given[2], n // 4)
-        found.append(keys)
-    assert [name for name, _ in found[0]] == ["emit_kernel", "columns_kernel", "nodes_kernel"]
-    assert found[0] == found[1] == found[2]
 
 
 def test_texts_that_take_no_part_keep_everything() -> None:

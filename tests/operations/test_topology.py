@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.launch_keys import Key, launch_keys
 from helpers.oracles import path_to, random_parents
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,18 +125,3 @@ def test_a_path_that_lacks_a_window_gets_one() -> None:
     bare = AcceptedPath.of(path, lengths)
     assert bare.conv_from is None
     assert_same(AcceptedPath.cast(bare, None, 4), AcceptedPath.of(path, lengths, 4))
-
-
-def test_no_number_of_nodes_or_entries_asks_for_a_build_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keys(batch: int, n: int, m: int) -> list[Key]:
-        parents = random_parents(batch, n, torch.Generator().manual_seed(0)).to(DEVICE)
-        mask = ancestor_mask(parents)
-        path, lengths = torch.zeros(batch, m, dtype=torch.int32, device=DEVICE), parents.new_zeros(batch)
-        with launch_keys(monkeypatch) as found:
-            Topology.of(parents, 4, mask=mask, backend="triton")
-            AcceptedPath.of(path, lengths, 4, backend="triton")
-        return found
-
-    first = keys(1, 5, 3)
-    assert [name for name, _ in first] == ["tree_kernel", "path_kernel"]
-    assert all(keys(*sizes) == first for sizes in ((2, 5, 3), (1, 16, 16), (16, 1, 1), (3, 64, 5), (1, 128, 16)))

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.host_reads import NoHostReads
 from helpers.launch_keys import Key, launch_keys
+from helpers.on_device import NoHostReads
 from helpers.traversal_problems import DEVICE, STAR, Problem
 
 from stree import TokenTree

@@ -13,7 +13,6 @@ import pytest
 import torch
 from helpers.fast_cases import slow_unless
 from helpers.growth_problems import DEVICE, LAYERS, Forest, Given, grown_tree
-from helpers.launch_keys import launch_keys
 from helpers.on_device import treat_as_on_device
 from torch import Tensor
 
@@ -224,16 +223,3 @@ def test_kernels_without_a_gpu_or_the_interpreter_are_refused(monkeypatch: pytes
     for name, call in calls.items():
         with as_on_device(), pytest.raises(RuntimeError, match=f"{name} needs CUDA tensors, got a tensor on cpu"):
             call()
-
-
-def test_selections_of_equal_padded_sizes_share_a_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    for by_value in (False, True):
-        found = []
-        for batch, room, size, count in ((1, 40, 20, 10), (3, 33, 33, 16), (2, 64, 19, 17)):
-            tokens = torch.ones(batch, dtype=torch.long, device=DEVICE)
-            with as_on_device(), launch_keys(monkeypatch) as keys:
-                columns = api.begin(Seen(tokens[:, None], tokens, tokens), room)
-                keys.clear()
-                api.select(columns, size, count, by_value=by_value)
-            found.append(keys)
-        assert found[0] == found[1] != found[2] and [name for name, _ in found[0]] == ["select_kernel"]

@@ -150,28 +150,6 @@ def test_a_tree_of_its_root_and_rows_that_stand_still_teach_nothing() -> None:
         assert torch.equal(found.tests, step.table.tests) and torch.equal(found.passed, step.table.passed)
 
 
-def test_siblings_and_a_child_by_hand() -> None:
-    table = SampledAcceptance(1, RANKS, DEVICE).table
-    table = replace(table, tests=torch.zeros_like(table.tests), passed=torch.zeros_like(table.passed))
-    first = table.first_after
-    # A root with three children; the third has a child in the first one's cells.
-    cells = torch.tensor([[[[4, first], [5, first + 1], [9, first + 2]]]], device=DEVICE)
-    below = torch.tensor([[[[4, first]]] * 3], device=DEVICE).view(1, 3, 1, 2)
-    kept = [Kept(cells, torch.tensor([[0, 1, 2]], device=DEVICE)), Kept(below, torch.tensor([[2]], device=DEVICE))]
-    parents = torch.tensor([[-1, 0, 0, 0, 3]], dtype=torch.int32, device=DEVICE)
-    ratios = torch.tensor([[0.0, 0.25, 0.5, 0.5, 0.75]], device=DEVICE)
-    live = torch.tensor([True], device=DEVICE)
-    learning_kernel.learn(table, kept, Verdicts(parents, ancestor_mask(parents), None, ratios, live))
-    second, third = 0.75, 0.75 * 0.5
-    child = third * 0.5  # as often as its parent is accepted
-    wanted = {4: (1 + child, 0.25 + 0.75 * child), 5: (second, second * 0.5), 9: (third, third * 0.5)}
-    wanted |= {first: wanted[4], first + 1: wanted[5], first + 2: wanted[9]}
-    for cell, (tests, passed) in wanted.items():
-        assert float(table.tests[0, cell]) == pytest.approx(tests, rel=1e-5)
-        assert float(table.passed[0, cell]) == pytest.approx(passed, rel=1e-5)
-    assert int((table.tests != 0).sum()) == len(wanted)
-
-
 def test_a_table_learns_the_same_every_time_and_each_row_by_itself() -> None:
     step = Step.draw(4, [3, 9, 9], 18, seed=3, cells=3)
     first, again = (step.learnt(learning_kernel.learn, torch.float32) for _ in range(2))

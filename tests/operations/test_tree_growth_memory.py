@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.launch_keys import launch_keys
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,7 @@ from stree.kernels.dispatch import as_on_device
 
 pytest.importorskip("triton")
 
-from stree.kernels.tree_growth import api, cpu_ratings, learning_kernel, reference
+from stree.kernels.tree_growth import api, cpu_ratings, reference
 from stree.kernels.tree_growth.operands import NUM_PLACES, Memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,15 +67,3 @@ def test_pairs_and_triples_of_a_large_vocabulary_hardly_meet() -> None:
         taken = int(memory.places[0, half * NUM_PLACES : (half + 1) * NUM_PLACES].sum())
         expected = NUM_PLACES * (1 - (1 - 1 / NUM_PLACES) ** 20_000)  # of places taken at random
         assert taken == pytest.approx(expected, rel=0.01)
-
-
-def test_builds_are_chosen_by_padded_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for batch, n, m in ((1, 18, 3), (3, 32, 16), (2, 33, 17)):
-        tokens, path = torch.zeros(batch, n, dtype=torch.long), torch.zeros(batch, m, dtype=torch.int32)
-        operands = (part.to(DEVICE) for part in (tokens, path, path[:, 0]))
-        with launch_keys(monkeypatch) as keys:
-            learning_kernel.remember(Memory.empty(batch, DEVICE), *operands)
-        found.append(keys)
-    assert [name for name, _ in found[0]] == ["remember_kernel"]
-    assert found[0] == found[1] and found[0] != found[2]

@@ -11,13 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.growth_problems import (
-    DEVICE,
-    SIZES,
-    Ranked,
-    some_children,
-    some_table,
-)
+from helpers.growth_problems import DEVICE, SIZES, Ranked, some_children, some_table
 from torch import Tensor
 
 pytest.importorskip("triton")

@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
-from helpers.growth_problems import (
-    DEVICE,
-    KINDS,
-    Ranked,
-    relative_values,
-    some_children,
-    some_table,
-    some_values,
-)
+from helpers.growth_problems import DEVICE, KINDS, Ranked, relative_values, some_children, some_table, some_values
 from helpers.on_device import treat_as_on_device
 from torch import Tensor
 
@@ -94,6 +86,12 @@ def test_what_is_worth_exactly_as_much_counts_and_a_value_equal_to_the_threshold
     assert check_choice(backend, value, [9], None, Terms(6, 0.25, 99)).tolist() == [[True] * 4 + [False] * 2]
     for threshold in (0.7, 0.3):  # which float32 rounds down and up
         check_choice(backend, torch.tensor([[0.9, threshold, 0.2]]), [3], None, Terms(3, threshold, 99))
+
+
+@every_backend
+def test_a_layer_takes_its_share_of_the_nodes_left_though_they_are_below_the_threshold(backend: Backend) -> None:
+    value = torch.tensor([[0.9, 0.2, 0.1, 0.05]])
+    assert check_choice(backend, value, [4], None, Terms(4, 0.3, 2)).tolist() == [[True, True, False, False]]
 
 
 @every_backend

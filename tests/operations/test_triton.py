@@ -101,17 +101,6 @@ def test_a_step_over_chains_stars_and_padded_trees_equals_the_reference(
         assert torch.equal(mine.nan_to_num(9), theirs.nan_to_num(9))
 
 
-@pytest.mark.parametrize("family", [SSD, DELTA, KDA, SELECTIVE], ids=lambda f: f.name)
-def test_a_commit_from_another_stash_is_that_of_a_step_in_place(family: Family) -> None:
-    one = Problem.draw(family, mixed_parents(13), 1, torch.float32, **FEW.get(family.name, {}))
-    path, lengths = paths_to(one.parents, (12, 3, None))
-    two, stash = one.to(torch.float32), one.stash(ROOM, one.stashed())
-    other = one.stash(ROOM)
-    y = two.step(other, path, lengths, 0, "triton", previous=tuple(rows.clone() for rows in stash.values()))
-    assert error(one.step(stash, path, lengths, 0, "triton"), y) < CLOSE and error(one.states[0], two.states[0]) < CLOSE
-    assert all(error(stash[name][:, :13], other[name][:, :13]) < CLOSE for name in stash)
-
-
 @every_family
 def test_a_tree_grown_in_pieces_equals_one_call(family: Family) -> None:
     problem = Problem.draw(family, mixed_parents(17, 8)[::2], dtype=torch.float32, **FEW.get(family.name, {}))
@@ -251,12 +240,3 @@ def test_what_the_kernels_cannot_take_is_refused_with_its_limits(
 ) -> None:
     with pytest.raises(kind, match=message):
         call(make())
-
-
-@every_family
-def test_without_a_gpu_or_the_interpreter_triton_is_refused(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    problem = small(family)
-    if DEVICE == "cpu":
-        with pytest.raises(RuntimeError, match="with backend='triton' needs CUDA tensors, got a tensor on cpu"):
-            scan(problem)

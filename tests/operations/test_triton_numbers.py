@@ -16,14 +16,15 @@ from helpers.operation_problem import (
     TOLERANCE,
     Family,
     Problem,
+    all_or_nothing,
     assert_scanned,
     chain,
+    correlated,
     error,
     mixed_parents,
     paths_to,
     random_parents,
 )
-from torch import Tensor
 
 from stree.kernels.tiles import interpreted
 from stree.kernels.topology import ancestor_mask
@@ -53,33 +54,9 @@ def test_rows_that_are_no_ancestors_do_not_leak_whatever_they_hold(family: Famil
     assert error(y[:, :9], clean) < CLOSE
 
 
-def extreme(family: Family) -> tuple[Problem, dict[str, Tensor]]:
-    """Draw decays of all or nothing at every node, and rows as stashed with them."""
-    problem = Problem.draw(family, random_parents(60, 2, 5), dtype=torch.float32, **FEW.get(family.name, {}))
-    rng = torch.Generator().manual_seed(1)
-
-    def one_of(like: Tensor, *values: float) -> Tensor:
-        return torch.tensor(values)[torch.randint(0, len(values), like.shape, generator=rng)].to(like)
-
-    if family in (DELTA, KDA):
-        problem = problem.changed(g=one_of(problem.given["g"], 0.0, -1e-3, -0.5, -1e4))
-        return problem, problem.stashed()
-    rows = problem.stashed()
-    rows["stash_dt"] = one_of(rows["stash_dt"], 0.0, 1e-3, 0.5, 1e4)
-    name, A = next(iter(rows)), -torch.ones_like(problem.given["A"])
-    if family is SELECTIVE:
-        A[:, 0], A[:, 1] = -1e-30, -1e30
-        rows[name] /= rows["stash_dt"].clamp(min=1)
-    else:
-        heads, headdim = problem.states[0].shape[1:3]
-        x = rows[name][..., : heads * headdim].unflatten(-1, (heads, headdim))
-        x /= rows["stash_dt"].clamp(min=1)[..., None]
-    return problem.changed(A=A), rows
-
-
 @pytest.mark.parametrize("family", [SSD, DELTA, KDA, SELECTIVE], ids=lambda f: f.name)
 def test_decays_of_all_or_nothing_lose_no_digits_of_the_decays_behind_them(family: Family) -> None:
-    problem, rows = extreme(family)
+    problem, rows = all_or_nothing(family, 60, torch.float32, **FEW.get(family.name, {}))
     exact = problem.to(torch.float64)
     wide = exact.cast(rows, torch.float64)
     y = family.scan(problem.given, rows, problem.parents, 0, backend="triton")
@@ -91,7 +68,7 @@ def test_decays_of_all_or_nothing_lose_no_digits_of_the_decays_behind_them(famil
 
 
 def test_plain_sums_of_decays_lose_the_digits_that_the_kernels_keep() -> None:
-    problem, rows = extreme(SSD)
+    problem, rows = all_or_nothing(SSD, 60, torch.float32, **FEW["ssd"])
     mask, decays = ancestor_mask(problem.parents).cpu(), -rows["stash_dt"].cpu()
     sums, exact = (mask.float() @ decays).double(), mask.double() @ decays.double()
     lost = (sums[:, :, None] - sums[:, None]).exp() - (exact[:, :, None] - exact[:, None]).exp()
@@ -110,14 +87,9 @@ def test_decays_that_pass_many_windows_keep_their_digits(family: Family) -> None
 @DELTAS
 @pytest.mark.parametrize("cosine", [0.9, 1.0], ids=lambda c: f"cosine{c}")
 def test_correlated_keys_of_a_chain_of_depth_63(cosine: float, family: Family) -> None:
-    problem = Problem.draw(family, chain(64), 2, torch.float32, key_heads=1, heads=1)
-    common = torch.zeros_like(problem.given["k"])
-    common[..., 0] = 1
-    noise = torch.nn.functional.normalize(problem.given["k"] * (1 - common), dim=-1)
-    keys = cosine * common + (1 - cosine**2) ** 0.5 * noise
-    beta = torch.where(problem.given["beta"] > 1, 2.0, problem.given["beta"])
+    problem = correlated(Problem.draw(family, chain(64), 2, torch.float32, key_heads=1, heads=1), cosine)
     # Keys that repeat with beta 2 never shrink an error, so it grows with depth.
-    assert_scanned(problem.changed(q=keys, k=keys, g=problem.given["g"] * 1e-3, beta=beta), tolerance=2 * CLOSE)
+    assert_scanned(problem, tolerance=2 * CLOSE)
 
 
 @pytest.mark.parametrize("family", [SSD, SELECTIVE], ids=lambda f: f.name)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.scaling_texts import texts
 from helpers.tiny_family_models import family_model
+from scaling.sharded_texts import texts
 
 from stree import TreeLM
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cuda_graph_tape import TapeRecorder
+from helpers.captured import TapeRecorder
 from helpers.on_device import treat_as_on_device
 
 from benchmarks.gpu import loops

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.http_served import Served, listening
-from helpers.small_tokenizers import byte_fallback, byte_level, writing_model
+from helpers.tiny_pairs import byte_fallback, byte_level, writing_model
 
 import stree
 

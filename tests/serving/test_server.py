@@ -14,8 +14,7 @@ import httpx
 import openai
 import pytest
 from fastapi.testclient import TestClient
-from helpers.http_served import KEY, PROMPT, Served
-from helpers.openai_requests import CONVERSATION, NEUTRAL, REFUSED, TOOL_TEMPLATE, as_a_template_has_it
+from helpers.http_served import CONVERSATION, KEY, NEUTRAL, PROMPT, REFUSED, TOOL_TEMPLATE, Served, as_a_template_has_it
 
 import stree
 from stree.serving.app import create_app

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from helpers.small_tokenizers import SPECIAL, byte_fallback, byte_level
+from helpers.tiny_pairs import SPECIAL, byte_fallback, byte_level
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps
 from helpers.enumeration import EXACT, PLAIN, strings_of, total_variation
-from helpers.growth_drafts import table_drafter
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, table_drafter
 
 from stree import growth as growths
 from stree.growth import Growth

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.draft_steps import Retrieval
 from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps
 from helpers.enumeration import EXACT, PLAIN, DraftedTrees, every_outcome, strings_of, total_variation
-from helpers.fixed_tree_drafter import Retrieval
-from helpers.growth_drafts import table_drafter
 from helpers.outcomes import Cells, Outcomes, as_random
-from helpers.table_models import TableModel
+from helpers.table_models import TableModel, table_drafter
 from torch import Tensor
 
 from stree.drafters import Drafter, DraftRun, FusedDrafter

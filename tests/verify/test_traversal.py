@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.enumeration import (
-    EXACT,
-    PLAIN,
-    drafted_trees,
-    every_outcome,
-    expected_tokens,
-    step_bias,
-)
+from helpers.enumeration import EXACT, PLAIN, drafted_trees, every_outcome, expected_tokens, step_bias
 from helpers.outcomes import random_rows
 from helpers.table_models import TableModel
 from helpers.traversal_problems import weigh_parent_by_own_probs

@@ -1,82 +1,112 @@
-"""Tiny SpecBlock heads in the published layout, and their forward in plain torch, block by block."""
+"""Forwards of draft heads in plain torch: a one-shot head position by position, a SpecBlock head block by block."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
-from typing import Any
+from typing import Any, cast
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-import stree
-from helpers.tiny_families_delta import BUILDERS
-from helpers.tiny_models import patched, tiny_model
-from stree.models.heads.specblock import SpecBlockHead
+from helpers.tiny_heads import DIM, GROUP, HEADS, KV_HEADS, SLOTS
 
-__all__ = ["PlainBlocks", "save_head", "target_and_slot_head", "tensors_of"]
-
-HEADS, KV_HEADS, VOCAB, SLOTS = 4, 2, 97, 3
+__all__ = ["PlainBlocks", "plain_block"]
 
 
-def tensors_of(size: int, draft_vocab: int, slots: int, layers: int = 2) -> dict[str, Tensor]:
-    """Random weights under the published names; large, so that errors show."""
-    kv_size = size // HEADS * KV_HEADS
-    shapes: dict[str, Sequence[int]] = {
-        "input_layer.condition_proj.weight": [size, 3 * size], "input_layer.position_queries.weight": [slots, size],
-        "input_layer.fuse.weight": [size, 3 * size], "lm_head.weight": [draft_vocab, size], "norm.weight": [size],
-        "rank_head.0.weight": [256, size + 15], "rank_head.2.weight": [4, 256],
-        **{f"input_layer.{name}_norm.weight": [size] for name in ("condition", "token", "query")},
-        **{f"shift_proj.{index}.weight": [size, 2 * size] for index in range(layers - 1)},
-    }  # fmt: skip
-    for index in range(layers):
-        layer = {
-            "input_layernorm": [size], "post_attention_layernorm": [size], "self_attn.q_proj": [size, size],
-            "self_attn.k_proj": [kv_size, size], "self_attn.v_proj": [kv_size, size],
-            "self_attn.o_proj": [size, size], "mlp.gate_proj": [48, size], "mlp.up_proj": [48, size],
-            "mlp.down_proj": [size, 48],
-        }  # fmt: skip
-        shapes |= {f"layers.{index}.{name}.weight": shape for name, shape in layer.items()}
-    generator = torch.Generator().manual_seed(0)
-    drawn = {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
-    return {name: 1 + 0.2 * x if "norm" in name else 0.25 * x for name, x in drawn.items()}
+def plain_block(
+    tensors: dict[str, Tensor],
+    features: Tensor,
+    embedded: Tensor,
+    *,
+    is_causal: bool = False,
+    window: int | None = None,
+    neighbours: bool = False,
+) -> Tensor:
+    """Hidden states of a block, float[block, hidden]: the definition of DFlash's forward, for one text.
+
+    Args:
+        tensors: of the checkpoint.
+        features: float[n, width], the target's hidden states at the context.
+        embedded: float[block, hidden], of the anchor and the masks.
+        is_causal: whether a position sees only those before it in the block.
+        window: of sliding attention.
+        neighbours: whether rotary pairs are neighbours.
+    """
+    context = _norm(features @ tensors["fc.weight"].T, tensors["hidden_norm.weight"])
+    n, block, x = len(context), len(embedded), embedded
+    for index in range(2):
+        part = {
+            name.removeprefix(f"layers.{index}."): value
+            for name, value in tensors.items()
+            if name.startswith(f"layers.{index}.")
+        }
+
+        def attend(y: Tensor, part: dict[str, Tensor] = part) -> Tensor:
+            def heads(z: Tensor, which: str, begin: int) -> Tensor:
+                z = (z @ part[f"self_attn.{which}_proj.weight"].T).view(len(z), -1, DIM)
+                if which == "v":
+                    return z
+                z = _norm(z, part[f"self_attn.{which}_norm.weight"])
+                return torch.stack([_turned(z[place], begin + place, neighbours) for place in range(len(z))])
+
+            q = heads(y, "q", n)
+            k, v = (torch.cat([heads(context, which, 0), heads(y, which, n)]) for which in "kv")
+            rows = []
+            for place in range(block):
+                seen = [
+                    key for key in range(n + block)
+                    if (not is_causal or key <= n + place) and (window is None or abs(n + place - key) < window)
+                ]  # fmt: skip
+                outs = []
+                for head in range(HEADS):
+                    group = head // (HEADS // KV_HEADS)
+                    weights = (k[seen, group] @ q[place, head] / DIM**0.5).softmax(0)
+                    outs.append(weights @ v[seen, group])
+                rows.append(torch.cat(outs))
+            return torch.stack(rows) @ part["self_attn.o_proj.weight"].T
+
+        def feed(y: Tensor, part: dict[str, Tensor] = part) -> Tensor:
+            gate = torch.nn.functional.silu(y @ part["mlp.gate_proj.weight"].T)
+            return (gate * (y @ part["mlp.up_proj.weight"].T)) @ part["mlp.down_proj.weight"].T
+
+        x = x + _between(part, "attention_conv", _norm(x, part["input_layernorm.weight"]), attend)
+        x = x + _between(part, "mlp_conv", _norm(x, part["post_attention_layernorm.weight"]), feed)
+    return _norm(x, tensors["norm.weight"])
 
 
-def save_head(folder: Path, target: stree.TreeLM, *, draft_vocab: int = 60, slots: int = SLOTS, **changes: Any) -> Any:
-    """Write a head for a target, whose layers 1, 2 and 3 it reads; return its weights and its tokens."""
-    size = int(target.model.get_input_embeddings().weight.shape[1])
-    tensors = tensors_of(size, draft_vocab, slots)
-    tokens = torch.randperm(target.vocab_size, generator=torch.Generator().manual_seed(1))[:draft_vocab].sort().values
-    mapping = {"d2t": tokens - torch.arange(draft_vocab), "t2d": torch.zeros(target.vocab_size, dtype=torch.bool)}
-    mapping["t2d"][tokens] = True
-    config = {
-        "architectures": ["LlamaForCausalLMSpecBlockShift"], "model_type": "llama", "hidden_size": size, "head_dim": 99,
-        "num_hidden_layers": 2, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
-        "intermediate_size": 48, "vocab_size": target.vocab_size, "rms_norm_eps": 1e-5, "rope_theta": 100.0,
-        "rope_scaling": None, "max_position_embeddings": 512, "draft_vocab_size": draft_vocab,
-        "diffspec_draft_token_num": slots, "rank_classes": 4,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, target.num_layers], **changes,
-    }  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "model.safetensors")
-    torch.save(mapping, folder / "vocab_mapping.pt")
-    return tensors, tokens
+def _between(part: dict[str, Tensor], conv: str, x: Tensor, sublayer: Any) -> Tensor:
+    """Run a sublayer, between convolutions if it has them."""
+    if f"{conv}.base_kernel" not in part:
+        return cast(Tensor, sublayer(x))
+    base, drawn = part[f"{conv}.base_kernel"], x @ part[f"{conv}.kernel_projection.weight"].T
+    kernels = drawn.view(len(x), 2, 2, -1)  # position, side, tap, group
+
+    def convolve(y: Tensor, side: int) -> Tensor:
+        out = torch.zeros_like(y)
+        for place in range(len(y)):
+            for channel in range(y.shape[1]):
+                for tap in range(min(place + 1, 2)):
+                    weight = base[side, tap, channel] + kernels[place, side, tap, channel // GROUP]
+                    out[place, channel] += weight * y[place - tap, channel]
+        return out
+
+    return convolve(sublayer(convolve(x, 0)), 1)
 
 
-@cache
-def target_and_slot_head(family: str = "bamba") -> tuple[stree.TreeLM, SpecBlockHead]:
-    """Return a tiny target and a head of it that drafts some of its tokens."""
-    lm, folder = patched(BUILDERS[family]() if family in BUILDERS else tiny_model(family)), Path(mkdtemp())
-    save_head(folder, lm)
-    head = stree.heads.load(folder, lm)
-    assert isinstance(head, SpecBlockHead)
-    return lm, head
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def _turned(x: Tensor, position: int, neighbours: bool) -> Tensor:
+    """Turn pairs of float[heads, DIM] by their angles at a position."""
+    out = x.clone()
+    for pair in range(DIM // 2):
+        angle = torch.tensor(position * 100.0 ** (-2 * pair / DIM), dtype=x.dtype)
+        one, two = (2 * pair, 2 * pair + 1) if neighbours else (pair, pair + DIM // 2)
+        out[:, one] = x[:, one] * angle.cos() - x[:, two] * angle.sin()
+        out[:, two] = x[:, two] * angle.cos() + x[:, one] * angle.sin()
+    return out
 
 
 class PlainBlocks:

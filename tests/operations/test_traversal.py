@@ -1,24 +1,25 @@
-"""Traversal compiled for the CPU equals torch: accept_probs, ratios, residual distributions and paths."""
+"""Traversal compiled for the CPU, and in Triton, equals torch: acceptance, ratios, what is left, and paths."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from helpers import oracles
-from helpers.traversal_problems import CLOSE, CONTROLS, STAR, OneDraft, Problem
+from helpers.fast_cases import slow_unless
+from helpers.traversal_problems import CLOSE, CONTROLS, STAR, Compiled, OneDraft, Problem
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from stree.kernels.traversal import cpu
-from stree.kernels.traversal.operands import Held
 from stree.kernels.traversal.paths import Siblings, deepest
 from stree.sampling import Random
 from stree.tree import TokenTree
-from stree.verify import Acceptance, DraftProbs
+from stree.verify import DraftProbs
 from stree.verify.traversal import traverse
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
 
@@ -26,61 +27,6 @@ EXACT = 1e-10  # sums in float64 in another order, of which a test divides by wh
 ALL = (SAMPLED, DELTA, INDEPENDENT)
 CHAIN = list(range(-1, 8))
 WIDTHS = (torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class Tested:
-    """What the compiled code made of a problem."""
-
-    __test__ = False  # no class of tests
-
-    accept_probs: Tensor
-    ratios: Tensor
-    left: Tensor
-    accepted: Acceptance
-
-    @classmethod
-    def of(cls, problem: Problem, dist: Tensor | None = None) -> Tested:
-        """Traverse, and look on."""
-        seen: list[Tensor] = []
-        hold = cpu.hold
-
-        def watched(*given: Any) -> Held:
-            held = hold(*given)
-            seen.extend(part.clone() for part in held)
-            return held
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cpu, "hold", watched)
-            given = problem.dist.clone() if dist is None else dist
-            accepted = traverse(problem.tree, given, problem.rng, problem.draft, problem.depth)
-        accept_probs, ratios, left = seen
-        return cls(accept_probs, ratios, left, accepted)
-
-    def error(self, accept_probs: Tensor, ratios: Tensor, tree: TokenTree) -> float:
-        """Measure how far accept_probs and ratios are from these, at drafted nodes."""
-        drafted = tree.parents >= 0
-        return max(
-            float(((one - other).abs() * drafted).max())
-            for one, other in ((self.accept_probs, accept_probs), (self.ratios, ratios))
-        )
-
-    def check(self, problem: Problem, close: float) -> None:
-        """Require what torch computes in float64, and the outcome that it has for the same numbers."""
-        accept_probs, residuals = problem.wide_residuals()
-        assert self.accept_probs.dtype == torch.float64 and self.ratios.dtype == problem.dist.dtype
-        assert self.error(accept_probs, residuals.ratio[:, :-1].clamp(max=1), problem.tree) < close
-        assert not bool(self.ratios[problem.tree.parents < 0].any())
-        left, wanted = self.left.double(), residuals._probs
-        total = wanted.sum(-1, keepdim=True)
-        apart = left / left.sum(-1, keepdim=True) - wanted / total
-        assert bool((left >= 0).all()) and float((apart.abs() * total).max()) < close
-        expected = problem.outcome()
-        for name in ("path", "path_lengths", "next_token"):
-            one, other = getattr(self.accepted, name), getattr(expected, name)
-            assert one.dtype == other.dtype and torch.equal(one, other), name
-        assert expected.ratios is not None and self.accepted.ratios is not None
-        assert torch.equal(self.accepted.ratios, self.ratios)
 
 
 def in_widths(problem: Problem, dist: torch.dtype, probs: torch.dtype) -> Problem:
@@ -95,10 +41,16 @@ def check_exactly(problem: Problem) -> None:
     for dist in WIDTHS:
         for probs in WIDTHS:
             given = in_widths(problem, dist, probs)
-            Tested.of(given).check(given, CLOSE if dist == torch.float32 else EXACT)
+            given.check(Compiled.of(given), CLOSE if dist == torch.float32 else EXACT)
+
+
+Run = Callable[[Problem], Any]
+BACKENDS: dict[str, Run] = {"compiled": Compiled.of, "triton": Problem.found}
+every_backend = pytest.mark.parametrize("run", BACKENDS.values(), ids=BACKENDS)
 
 
 @pytest.mark.slow
+@every_backend
 @given(
     st.integers(0, 10**6),
     st.integers(1, 33),
@@ -107,17 +59,18 @@ def check_exactly(problem: Problem) -> None:
     st.sampled_from([ALL, (SAMPLED,), (INDEPENDENT,), (DELTA,), (SAMPLED, DELTA)]),
     st.sampled_from([0.0, 0.5]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_acceptance_ratios_and_outcomes_are_those_of_torch(
-    seed: int, n: int, vocab: int, padding: int, kinds: tuple[int, ...], zeros: float
+    run: Run, seed: int, n: int, vocab: int, padding: int, kinds: tuple[int, ...], zeros: float
 ) -> None:
     problem = Problem.draw(n, vocab, seed=seed, padding=min(padding, n - 1), kinds=kinds, zeros=zeros)
     # Where more siblings are drawn than a distribution has tokens, what is left of it is rounding alone.
     assume(n < vocab * (1 - zeros))
     assume(float((problem.narrow() - problem.wide()[0]).abs().max()) < 1e-5)
-    wide = in_widths(problem, torch.float64, torch.float64)
-    Tested.of(wide).check(wide, 1e-7)
-    Tested.of(problem).check(problem, 1e-3)
+    problem.check(run(problem), 1e-3)
+    if run == Compiled.of:
+        wide = in_widths(problem, torch.float64, torch.float64)
+        wide.check(run(wide), 1e-7)
 
 
 @pytest.mark.parametrize("kinds", [ALL, (SAMPLED,), (INDEPENDENT,), (DELTA,)], ids=str)
@@ -142,46 +95,46 @@ def test_rows_stand_in_any_order_one_beyond_them_is_the_nearest_and_one_that_no_
     given = torch.where(problem.draft.kind == DELTA, -5, problem.draft.row)
     is_named = (given[:, :, None] == torch.arange(9)).any(1)  # DELTA nodes name none
     probs = torch.where(is_named[..., None], problem.draft.probs, torch.nan)
-    expected = Tested.of(problem)
-    found = Tested.of(replace(problem, draft=replace(problem.draft, probs=probs, row=given)))
+    expected = Compiled.of(problem)
+    found = Compiled.of(replace(problem, draft=replace(problem.draft, probs=probs, row=given)))
     assert torch.equal(found.accept_probs, expected.accept_probs) and torch.equal(found.left, expected.left)
     low = replace(problem.draft, row=torch.where(problem.draft.row == 0, -2, problem.draft.row))
-    assert torch.equal(Tested.of(replace(problem, draft=low)).accept_probs, expected.accept_probs)
+    assert torch.equal(Compiled.of(replace(problem, draft=low)).accept_probs, expected.accept_probs)
     order = torch.tensor([4, 0, 8, 2, 6, 1, 3, 7, 5])
     moved = replace(problem.draft, probs=problem.draft.probs[:, order], row=order.argsort()[problem.draft.row.long()])
-    assert torch.equal(Tested.of(replace(problem, draft=moved)).accept_probs, expected.accept_probs)
+    assert torch.equal(Compiled.of(replace(problem, draft=moved)).accept_probs, expected.accept_probs)
     few = replace(problem, draft=replace(problem.draft, probs=problem.draft.probs[:, :2]))
-    Tested.of(few).check(few, CLOSE)
+    few.check(Compiled.of(few))
 
 
-def test_a_distribution_that_nothing_is_left_of_stays_as_it_is() -> None:
-    tokens = torch.tensor([[0, 2, 1, 3]])
-    parents = torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32)
+@every_backend
+def test_a_distribution_that_nothing_is_left_of_stays_as_it_is(run: Run) -> None:
+    tree = TokenTree(torch.tensor([[0, 2, 1, 3]]), torch.tensor([[-1, 0, 0, 0]], dtype=torch.int32))
     dist = torch.zeros(1, 4, 5)
     dist[..., 2] = 1.0
-    delta = torch.full((1, 4), DELTA, dtype=torch.int8)
-    for kind in (delta, delta * SAMPLED):
-        draft = DraftProbs(dist.clone(), parents.clamp(min=0), kind)
-        problem = Problem(
-            TokenTree(tokens, parents), dist, draft, Random(0, torch.zeros(1).long(), torch.zeros(1).long())
-        )
-        tested = Tested.of(problem)
-        tested.check(problem, CLOSE)
-        assert torch.equal(tested.left, dist) and tested.accepted.path.tolist() == [[0, 1]]
-        assert tested.accept_probs[0, :2].tolist() == [0.0, 1.0] and tested.ratios[0, 1:].tolist() == [1.0, 0.0, 0.0]
+    drafts = (
+        DraftProbs(dist.clone(), tree.parents.clamp(min=0), torch.full((1, 4), kind)) for kind in (DELTA, SAMPLED)
+    )
+    for draft in (None, *drafts):
+        problem = Problem(tree, dist, draft, Random(3, torch.tensor([5]), torch.tensor([7])))
+        tested = run(problem)
+        problem.check(tested)
+        assert tested.path.tolist() == [[0, 1]] and tested.next_token.tolist() == [2]
+        assert tested.accept_probs[0, 1] == 1 and tested.ratios.tolist() == [[0.0, 1.0, 0.0, 0.0]]
+        assert not isinstance(tested, Compiled) or torch.equal(tested.left, dist)
 
 
 @pytest.mark.parametrize("scale", [1.0, 10.0, 40.0, 100.0])
 def test_float32_errs_in_what_it_emits_after_a_rejection_by_no_more_than_rounding(scale: float) -> None:
     one, zero = OneDraft.draw(scale), torch.zeros(1).long()
-    tested = Tested.of(Problem(one.tree, one.dist, one.draft, Random(0, zero, zero)))
+    tested = Compiled.of(Problem(one.tree, one.dist, one.draft, Random(0, zero, zero)))
     one.check(tested.left[:, 0], tested.accept_probs[:, 1])
 
 
 def test_strides_and_integers_of_other_widths_change_nothing() -> None:
     problem = Problem.draw(9, 40, seed=9)
     assert problem.draft is not None
-    expected = Tested.of(problem)
+    expected = Compiled.of(problem)
     dist, probs = (
         torch.nn.functional.pad(part, (2, 5), value=torch.nan)[..., 2:42]
         for part in (problem.dist, problem.draft.probs)
@@ -191,11 +144,11 @@ def test_strides_and_integers_of_other_widths_change_nothing() -> None:
     )
     tree = TokenTree.unchecked(tokens, parents, problem.tree.depths, problem.tree.ancestor_mask)
     draft = DraftProbs(probs, problem.draft.row.long(), problem.draft.kind.long())
-    found = Tested.of(replace(problem, tree=tree, draft=draft), dist)
+    found = Compiled.of(replace(problem, tree=tree, draft=draft), dist)
     for name in ("accept_probs", "ratios", "left"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert torch.equal(found.accepted.path, expected.accepted.path)
-    assert torch.equal(found.accepted.next_token, expected.accepted.next_token)
+    assert torch.equal(found.path, expected.path)
+    assert torch.equal(found.next_token, expected.next_token)
 
 
 def test_a_token_beyond_the_vocabulary_and_a_path_beyond_the_bound_are_refused() -> None:
@@ -240,9 +193,16 @@ def first_in_post_order(parents: list[int], shown: list[bool], node: int = 0) ->
     return node if shown[node] or not node else -1
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-def test_acceptance_that_are_wrong_in_one_thing_are_rejected(control: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "control"),
+    slow_unless(
+        lambda backend, control: backend == "compiled" or control in [*CONTROLS][:2], product(BACKENDS, CONTROLS)
+    ),
+)
+def test_acceptance_that_is_wrong_in_one_thing_is_rejected(
+    backend: str, control: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = Problem.draw(12, 7, seed=4, kinds=(SAMPLED,), shape=[-1, 0, 0, 0, 1, 1, 2, 2, 4, 4, 6, 6])
-    tested = Tested.of(problem)
-    tested.check(problem, CLOSE)
-    assert tested.error(*CONTROLS[control](problem, monkeypatch), problem.tree) > 100 * CLOSE
+    found = BACKENDS[backend](problem)
+    problem.check(found)
+    assert problem.error(*CONTROLS[control](problem, monkeypatch), found) > 100 * CLOSE
