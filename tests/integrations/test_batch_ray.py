@@ -34,7 +34,7 @@ def finished(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_a_job_of_two_workers_that_is_killed_three_times_writes_every_row_once(
+def test_a_job_of_two_workers_that_is_killed_twice_writes_every_row_once(
     target_folder: str, target: Any, tmp_path: Path
 ) -> None:
     rows: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": prompt(number)} for number in range(ROWS)]
@@ -43,7 +43,7 @@ def test_a_job_of_two_workers_that_is_killed_three_times_writes_every_row_once(
     out = tmp_path / "out"
     command = [sys.executable, "-m", "stree.cli", "batch", str(tmp_path / "rows.jsonl"), "--out", str(out)]
     command += ["--target", target_folder, "--drafter", "suffix", "--workers", "2", "--max-new-tokens", str(NEW_TOKENS)]
-    for least in (1, ROWS // 3, 2 * ROWS // 3):
+    for least in (1, ROWS // 2):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
         while process.poll() is None and len(finished(out)) < least:
             time.sleep(0.02)
