@@ -118,7 +118,7 @@ def composite_rows(
         draft: step times of its drafter.
 
     Returns:
-        A record a method, with ``over_plain``, and ``over_chain`` for trees: (value, low, high) of a paired bootstrap.
+        A record a method, with ``over_plain``, and ``over_chain`` for trees: (value, low, high).
     """
     kept = {
         name: blocks

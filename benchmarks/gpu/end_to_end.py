@@ -4,7 +4,7 @@ Run: python -m benchmarks.gpu.end_to_end --suite humaneval=FILE,gsm8k=FILE,mt_be
 Without a GPU: python -m benchmarks.gpu.end_to_end --smoke --out DIR, which runs everything at tiny sizes.
 
 (a) is ``stree bench run`` at every batch size (batch-N in DIR holds the run, which goes on where it stopped), with all
-suites pooled: tokens/s, and ratios with 95 % intervals of a paired bootstrap over prompts.  The pair is so small that
+suites pooled: tokens/s, and ratios with 95 % intervals over prompts.  The pair is so small that
 launching kernels costs more than running them, which is not so at billions of parameters.
 (b) takes from (a), batch 1, the steps that every prompt needed, and from `steps.py` what a step of a 2.7 and an 8
 billion parameter shape takes and of a drafter a twentieth of their size; time outside the forwards is added as measured

@@ -24,10 +24,10 @@ from typing import Any
 import httpx
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import bootstrap
 
 from benchmarks.report import command_line, finish
 from benchmarks.serving.load import chunks, requests, served, speed
-from stree.bench.summary import interval
 
 BUDGETS = {
     "plain": ("--budget", "1"),
@@ -91,7 +91,10 @@ def ratios(row: dict[str, float], plain: dict[str, float], times: Array, plain_t
         return np.asarray(np.median(own, axis) / np.median(base, axis))
 
     names = "ttft_median_s", "latency_median_s"
-    medians = {name: interval(median_ratio, *pair) for name, *pair in zip(names, times, plain_times, strict=True)}
+    medians = {}
+    for name, own, base in zip(names, times, plain_times, strict=True):
+        found = bootstrap((own, base), median_ratio, paired=True, method="percentile", rng=0).confidence_interval
+        medians[name] = float(median_ratio(own, base, -1)), float(found.low), float(found.high)
     return {name: row[name] / plain[name] for name in row} | medians
 
 

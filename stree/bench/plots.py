@@ -27,7 +27,7 @@ MOST_LINES = 5  # in one panel
 HEIGHT, TITLE_AND_AXIS, ROW = 2.7, 0.65, 0.21  # of a panel of lines; of one of dots, and of each of its rows, in inches
 SIZED = re.compile(r"([^:@]+):\d+(?:x(\d+))?(@\w+)?")  # a method whose name ends in its number of nodes, or in a depth
 SUITE = re.compile(r"(.+)-(\d+)")  # a suite whose name ends in the tokens of its prompts
-INTERVALS = "with 95 % intervals by bootstrap over n prompts, or batches of prompts"
+INTERVALS = "with 95 % intervals over n prompts, or batches of prompts"
 
 Lines = dict[str, list[tuple[float, Ratio]]]  # name -> abscissa, and value with its interval
 Place = tuple[str, float]  # name of a line, abscissa

@@ -191,10 +191,10 @@ def records() -> list[Row]:
 
 def test_pooled_rows_are_over_the_prompts_of_all_suites() -> None:
     rows = {one["method"]: one for one in pool(records(), summarise(records()))}
-    assert rows["chain:3"]["tau_interval"] == pytest.approx((40 / 15, 2.0, 4.0)) and rows["chain:3"]["samples"] == 2
-    assert rows["chain:3"]["step_ms"] == pytest.approx((2000.0, 2000.0, 2000.0)), "prefill is no step"
-    assert rows["chain:1"]["step_over_plain"] == pytest.approx((1.5, 1.5, 1.5))
-    assert rows["chain:1"]["verify_over_plain"] == pytest.approx((0.5, 0.5, 0.5))
+    assert rows["chain:3"]["tau_interval"] == (pytest.approx(40 / 15), None, None) and rows["chain:3"]["samples"] == 2
+    assert rows["chain:3"]["step_ms"] == (pytest.approx(2000.0), None, None), "prefill is no step"
+    assert rows["chain:1"]["step_over_plain"][0] == pytest.approx(1.5)
+    assert rows["chain:1"]["verify_over_plain"][0] == pytest.approx(0.5)
     assert rows["chain:3"]["over_plain"][0] == pytest.approx(42 / 32)
     wrong = records()
     wrong[-1]["lossless"], wrong[-1]["p_value"] = False, 0.0
@@ -204,7 +204,7 @@ def test_pooled_rows_are_over_the_prompts_of_all_suites() -> None:
 def test_two_methods_are_compared_over_the_prompts_of_all_suites() -> None:
     (row,) = compare(records(), "chain:3", "chain:1")
     assert row["temperature"] == 0.0 and row["speed"][0] == pytest.approx(32 / 32)
-    assert row["tokens_per_step"] == pytest.approx((20 / 15, 1.0, 2.0))
+    assert row["tokens_per_step"] == (pytest.approx(20 / 15), None, None)
     with pytest.raises(ValueError, match="the run has plain, chain:1, chain:3; got chain:2"):
         compare(records(), "chain:2", "plain")
     wrong = records()
