@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from reprlib import Repr
 from typing import Any
 
 from stree.sampling import Sampling
 
 __all__ = [
-    "MOST_STOP_STRINGS", "SAMPLING", "UnsupportedField", "chat_messages", "check_fields", "sampling_of", "stop_strings",
-    "utf8",
+    "MOST_STOP_STRINGS", "SAMPLING", "UnsupportedField", "chat_messages", "check_fields", "sampling_of", "shortened",
+    "stop_strings", "utf8",
 ]  # fmt: skip
 
-MOST_STOP_STRINGS = 16
+MOST_STOP_STRINGS, MOST_STOP_CHARACTERS = 16, 1024
+MOST_MESSAGES = 10_000
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 # Fields that change no text, whatever their value: they name a caller, or concern storage, caches, price and speed.
@@ -52,7 +54,7 @@ class UnsupportedField(ValueError):
 
     def __init__(self, field: str, value: Any) -> None:
         kind = "supported" if field in NEUTRAL or field == "add_special_tokens" else "known"
-        super().__init__(f"{field} is not {kind}, got {value!r:.80}")
+        super().__init__(f"{field} is not {kind}, got {shortened(value)}")
         self.field = field
 
 
@@ -84,9 +86,11 @@ def stop_strings(stop: Any) -> list[str]:
     strings = [stop] if isinstance(stop, str) else [] if stop is None else stop
     wanted = f"stop must be a string or a list of at most {MOST_STOP_STRINGS} strings"
     if not isinstance(strings, list) or not all(isinstance(string, str) for string in strings):
-        raise ValueError(f"{wanted}, got {stop!r:.80}")
+        raise ValueError(f"{wanted}, got {shortened(stop)}")
     if len(strings) > MOST_STOP_STRINGS:
         raise ValueError(f"{wanted}, got {len(strings)}")
+    if any(len(string) > MOST_STOP_CHARACTERS for string in strings):
+        raise ValueError(f"strings of stop must have at most {MOST_STOP_CHARACTERS} characters")
     return [utf8("stop", string) for string in strings if string]
 
 
@@ -110,10 +114,13 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
         ValueError: something else; the message says what.
     """
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages must be a list of turns, got {messages!r:.80}")
+        raise ValueError(f"messages must be a list of turns, got {shortened(messages)}")
+    if len(messages) > MOST_MESSAGES:
+        raise ValueError(f"messages must be at most {MOST_MESSAGES}, got {len(messages)}")
     found = [_message(message) for message in messages]
     try:
-        utf8("messages", json.dumps(found, ensure_ascii=False))
+        others = [{name: value for name, value in message.items() if name != "content"} for message in found]
+        utf8("messages", json.dumps(others, ensure_ascii=False))
     except (TypeError, RecursionError) as error:
         raise ValueError(f"messages must be made of JSON's types: {error}") from error
     return found
@@ -122,10 +129,10 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
 def _message(message: Any) -> dict[str, Any]:
     """Return one message; see ``chat_messages``."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f"a turn of messages must be an object with a role and a content, got {message!r:.80}")
+        raise ValueError(f"a turn of messages must be an object with a role and a content, got {shortened(message)}")
     kept = {name: value for name, value in message.items() if value is not None or name == "content"}
     if kept.get("content") is not None:
-        kept["content"] = _text(kept["content"])
+        kept["content"] = utf8("messages", _text(kept["content"]))
     if isinstance(kept.get("tool_calls"), list):
         kept["tool_calls"] = [_tool_call(call) for call in kept["tool_calls"]]
     return kept
@@ -139,7 +146,7 @@ def _text(content: Any) -> str:
             raise ValueError(f"messages: a content part of type {kind!r} is not supported, only 'text' is")
     texts = [part.get("text") for part in content] if isinstance(content, list) else [content]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"the content of a turn must be a text, got {content!r:.80}")
+        raise ValueError(f"the content of a turn must be a text, got {shortened(content)}")
     return "".join(texts)
 
 
@@ -162,6 +169,13 @@ def utf8(name: str, text: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} is no UTF-8 text: {error}") from error
     return text
+
+
+def shortened(value: Any) -> str:
+    """Return the ``repr`` of a JSON value, or part of it, whatever its size and its depth."""
+    writer = Repr()
+    writer.maxstring = 80
+    return f"{writer.repr(value):.80}"
 
 
 def _is_same(value: Any, other: Any) -> bool:

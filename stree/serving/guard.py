@@ -56,15 +56,17 @@ class Guard:
 
     async def _read(self, receive: Any) -> Any:
         """Read the body; return what gives it again, and then what comes after it, such as a disconnect."""
-        body, more = b"", True
+        parts, size, more = list[bytes](), 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 break
-            body, more = body + message.get("body", b""), message.get("more_body", False)
-            if len(body) > self._max_body:
+            parts.append(message.get("body", b""))
+            size, more = size + len(parts[-1]), message.get("more_body", False)
+            if size > self._max_body:
                 self._refuse_size()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        messages = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
+        parts.clear()
 
         async def again() -> Any:
             return messages.pop() if messages else await receive()

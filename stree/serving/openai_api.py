@@ -15,6 +15,7 @@ from fastapi.responses import StreamingResponse
 from stree.decode.stop_strings import TokenBytes
 from stree.inputs import stop_tokens
 from stree.serving.answers import Choice, Piece, chat_logprobs, completion_logprobs, merged, usage
+from stree.serving.encoding import PromptEncoder
 from stree.serving.engine import Engine, QueueFull
 from stree.serving.errors import APIError, error_body
 from stree.serving.handle import RequestHandle
@@ -39,6 +40,7 @@ class OpenAIAPI:
 
     def __init__(self, engine: Engine, tokenizer: Any, model: str) -> None:
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
+        self._encoder = PromptEncoder(tokenizer, model, engine.max_length - 1)
         self.token_bytes, self.metrics = TokenBytes(tokenizer), Metrics(engine, model)
         self.card = {
             "id": model, "object": "model", "created": int(time.time()), "owned_by": "stree",
@@ -56,11 +58,7 @@ class OpenAIAPI:
         self._check(body)
         if not body.prompts:
             raise APIError(400, "prompt must hold at least one text or token list, got none", param="prompt")
-        prompts = [
-            await asyncio.to_thread(self._encode, prompt) if isinstance(prompt, str) else prompt
-            for prompt in body.prompts
-        ]
-        choices = await self._submit(body, prompts)
+        choices = await self._submit(body, body.prompts)
         head = self._head("cmpl", "text_completion")
 
         def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
@@ -69,13 +67,12 @@ class OpenAIAPI:
                 "index": piece.index, "text": piece.text, "logprobs": found, "finish_reason": piece.finish_reason,
             }  # fmt: skip
 
-        return await self._answer(body, request, choices, head, head, part, sum(map(len, prompts)))
+        return await self._answer(body, request, choices, head, head, part)
 
     async def chat(self, body: ChatRequest, request: Request) -> Any:
         """Answer POST /v1/chat/completions."""
         self._check(body)
-        prompt = await asyncio.to_thread(self._encode_chat, body)
-        choices = await self._submit(body, [prompt])
+        choices = await self._submit(body, [await self._encoder.chat(body.messages)])
         whole, chunk = (self._head("chatcmpl", f"chat.completion{end}") for end in ("", ".chunk"))
         chunk["id"] = whole["id"]
         begun = set[int]()
@@ -91,13 +88,12 @@ class OpenAIAPI:
                 "finish_reason": piece.finish_reason,
             }  # fmt: skip
 
-        return await self._answer(body, request, choices, whole, chunk, part, len(prompt))
+        return await self._answer(body, request, choices, whole, chunk, part)
 
     async def submit_text(self, prompt: str, limit: int, temperature: float) -> Choice:
         """Submit a text whose steps have their trees."""
         body = CompletionRequest(model=self._model, prompt=prompt, max_tokens=limit, temperature=temperature)
-        ids = await asyncio.to_thread(self._encode, prompt)
-        return (await self._submit(body, [ids], trees=True))[0]
+        return (await self._submit(body, [prompt], trees=True))[0]
 
     def _check(self, body: GenerationRequest) -> None:
         self.check_model(body.model)
@@ -108,31 +104,15 @@ class OpenAIAPI:
             "id": f"{kind}-{secrets.token_hex(12)}", "object": name, "created": int(time.time()), "model": self._model,
         }  # fmt: skip
 
-    def _encode(self, text: str) -> list[int]:
-        try:
-            ids: list[int] = self._tokenizer(text)["input_ids"]
-        except (UnicodeEncodeError, TypeError) as error:  # half of a character: tokenizers differ in what they raise
-            raise APIError(400, "prompt is no text that UTF-8 can write", param="prompt") from error
-        return ids
-
-    def _encode_chat(self, body: ChatRequest) -> list[int]:
-        if self._tokenizer.chat_template is None:
-            raise APIError(400, f"{self._model} has no chat template; use /v1/completions", param="messages")
-        try:
-            encoding = self._tokenizer.apply_chat_template(body.messages, add_generation_prompt=True, return_dict=True)
-        except Exception as error:  # templates raise for turns in another order than theirs
-            raise APIError(400, f"the chat template refuses the messages: {error}", param="messages") from error
-        ids: list[int] = encoding["input_ids"]
-        return ids
-
     async def _submit(
-        self, body: GenerationRequest, prompts: Sequence[list[int]], *, trees: bool = False
+        self, body: GenerationRequest, prompts: Sequence[str | list[int]], *, trees: bool = False
     ) -> list[Choice]:
-        """Submit all texts of a request, or none."""
+        """Submit all texts of a request, or none; a prompt is tokenised when those before it are in the queue."""
         choices: list[Choice] = []
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
-            for prompt in prompts:
+            for each in prompts:
+                prompt = await self._encoder.text(each) if isinstance(each, str) else each
                 for number in range(body.n or 1):
                     handle = await asyncio.to_thread(self._submit_one, body, prompt, seed + number, trees)
                     choices.append(Choice(len(choices), handle, IncrementalText(self.token_bytes, prompt, body.stops)))
@@ -168,9 +148,10 @@ class OpenAIAPI:
 
     async def _answer(
         self, body: GenerationRequest, request: Request, choices: list[Choice], whole: dict[str, Any],
-        chunk: dict[str, Any], part: Callable[..., dict[str, Any]], num_prompt_tokens: int,
+        chunk: dict[str, Any], part: Callable[..., dict[str, Any]],
     ) -> Any:  # fmt: skip
         """Stream the answer, or wait for all of it; a client that leaves cancels it."""
+        num_prompt_tokens = sum(len(choice.handle.prompt) for choice in choices[:: body.n or 1])
         if body.stream:
             events = self._events(body, choices, chunk, part, num_prompt_tokens)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

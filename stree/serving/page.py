@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
+from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, StreamingResponse
 
@@ -33,6 +34,7 @@ def add_page(app: FastAPI, api: OpenAIAPI, engine: Engine) -> None:
         api: submits texts.
         engine: whose target is timed.
     """
+    timing = CapacityLimiter(1)  # plain decoding of one page at once
     html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 
     @app.get("/", response_class=HTMLResponse)
@@ -42,10 +44,12 @@ def add_page(app: FastAPI, api: OpenAIAPI, engine: Engine) -> None:
     @app.post("/demo/stream", response_model=None)
     async def stream(body: DemoRequest) -> Any:
         choice = await api.submit_text(body.prompt, body.max_tokens, body.temperature)
-        return StreamingResponse(_events(choice, engine, api.token_bytes), media_type="text/event-stream")
+        return StreamingResponse(_events(choice, engine, api.token_bytes, timing), media_type="text/event-stream")
 
 
-async def _events(choice: Choice, engine: Engine, token_bytes: TokenBytes) -> AsyncIterator[str]:
+async def _events(
+    choice: Choice, engine: Engine, token_bytes: TokenBytes, timing: CapacityLimiter
+) -> AsyncIterator[str]:
     """Yield an event a step, with its piece of text, tokens and seconds so far, and its tree; then plain's speed."""
     handle, began = choice.handle, time.perf_counter()
 
@@ -57,7 +61,8 @@ async def _events(choice: Choice, engine: Engine, token_bytes: TokenBytes) -> As
             tree = None if step.tree is None else _named(step.tree, token_bytes)
             yield event({**state(choice.text.push(step.tokens)), "tree": tree})
         yield event(state(choice.text.push([], is_last=True)))
-        yield event({"plain": await asyncio.to_thread(_plain_speed, engine, handle.prompt)})
+        plain = await anyio.to_thread.run_sync(_plain_speed, engine, handle.prompt, limiter=timing)
+        yield event({"plain": plain})
     finally:
         handle.cancel()
 

@@ -13,6 +13,11 @@ from stree.serving.errors import APIError
 __all__ = ["ChatRequest", "CompletionRequest", "DemoRequest", "GenerationRequest"]
 
 Stops = Annotated[list[str], BeforeValidator(stop_strings, json_schema_input_type=str | list[str] | None)]
+# Lists end at the first wrong item: an error for each of a million items would take seconds and a gigabyte.
+Tokens = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenLists = Annotated[list[Tokens], Field(fail_fast=True)]
+StopTokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=64, fail_fast=True)]
 Messages = Annotated[list[dict[str, Any]], BeforeValidator(chat_messages)]
 
 
@@ -36,7 +41,7 @@ class GenerationRequest(BaseModel):
     min_p: float | None = Field(default=None, ge=0, le=1)
     n: int | None = Field(default=None, ge=1, le=128)
     stop: Stops = []
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, max_length=64)
+    stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
     stream: bool | None = None
@@ -75,7 +80,7 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Tokens | Texts | TokenLists
     max_tokens: int | None = Field(default=None, ge=1)
     logprobs: int | None = Field(default=None, ge=0, le=20)
 

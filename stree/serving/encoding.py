@@ -1,0 +1,84 @@
+"""Texts and chats of requests as tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import anyio.to_thread
+from anyio import CapacityLimiter
+
+from stree.serving.errors import APIError
+
+__all__ = ["PromptEncoder"]
+
+SHORT = 4096  # characters of a prompt that is tokenised in some milliseconds
+
+T = TypeVar("T")
+
+
+class PromptEncoder:
+    """Tokenises prompts in two threads, one for short prompts, so that they need not wait for long ones.
+
+    A text of more characters than ``max_tokens`` of the longest tokens have is refused before it is tokenised.
+
+    Args:
+        tokenizer: of transformers.
+        model: its name in messages.
+        max_tokens: most tokens of a prompt.
+    """
+
+    def __init__(self, tokenizer: Any, model: str, max_tokens: int) -> None:
+        self._tokenizer, self._model, self._max_tokens = tokenizer, model, max_tokens
+        self._longest = max(map(len, tokenizer.get_vocab()))
+        self._for_short, self._for_long = CapacityLimiter(1), CapacityLimiter(1)
+
+    async def text(self, text: str) -> list[int]:
+        """Return the tokens of a text, with the tokenizer's special ones.
+
+        Raises:
+            APIError: it is too long, or no text that UTF-8 can write.
+        """
+        self._check_length(text, "prompt")
+        return await self._in_thread(len(text), lambda: self._tokenized(text))
+
+    async def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Return the tokens of messages, written by the chat template.
+
+        Raises:
+            APIError: there is no template, it refuses the messages, or what it writes is too long.
+        """
+        if self._tokenizer.chat_template is None:
+            raise APIError(400, f"{self._model} has no chat template; use /v1/completions", param="messages")
+        if len(messages) > self._max_tokens:
+            message = f"there are {len(messages)} messages, each at least a token, of at most {self._max_tokens}"
+            raise APIError(400, message, param="messages", code="context_length_exceeded")
+        size = sum(len(message.get("content") or "") for message in messages)
+        return await self._in_thread(size, lambda: self._tokenized_chat(messages))
+
+    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+        """Call ``work`` for a prompt of so many characters when the thread for such prompts is free."""
+        limiter = self._for_short if size <= SHORT else self._for_long
+        return await anyio.to_thread.run_sync(work, limiter=limiter, abandon_on_cancel=True)
+
+    def _check_length(self, text: str, param: str) -> None:
+        least = -(-len(text) // self._longest)
+        if least > self._max_tokens:
+            message = f"the prompt has {len(text)} characters, at least {least} tokens, of at most {self._max_tokens}"
+            raise APIError(400, message, param=param, code="context_length_exceeded")
+
+    def _tokenized(self, text: str) -> list[int]:
+        try:
+            ids: list[int] = self._tokenizer(text)["input_ids"]
+        except (UnicodeEncodeError, TypeError) as error:  # half of a character: tokenizers differ in what they raise
+            raise APIError(400, "prompt is no text that UTF-8 can write", param="prompt") from error
+        return ids
+
+    def _tokenized_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        try:
+            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as error:  # templates raise for turns in another order than theirs
+            raise APIError(400, f"the chat template refuses the messages: {error}", param="messages") from error
+        self._check_length(text, "messages")
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
