@@ -15,6 +15,7 @@ from stree.cli.options import add_command, add_device, add_drafting, add_launchi
 __all__ = ["add_serve"]
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+LAST_STEP_S = 10.0  # that the step which runs has to end when the server stops
 
 
 def add_serve(commands: Any) -> None:
@@ -62,7 +63,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     with without_collection():
         from stree.serving import Engine, in_own_thread
         from stree.serving.app import create_app
-        from stree.serving.server import serve
+        from stree.serving.server import bind, serve
         from stree.warming import ALL_BATCHES, compile_steps
 
     def start() -> Engine:
@@ -73,11 +74,20 @@ def _serve(arguments: argparse.Namespace) -> int:
         return Engine(lm, drafter, before_step=before_step, **engine_options)
 
     name = arguments.name or arguments.target
-    with in_own_thread(start) as engine:
+    engine = in_own_thread(start)
+    try:
         app = create_app(engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6))
         url = f"http://{arguments.host}:{arguments.port}"
-        print(f"stree serves {name} at {url}{'' if api_key else ', without a key'}", file=sys.stderr)
-        return 0 if serve(app, arguments.host, arguments.port, grace=arguments.grace) else 2
+        said = f"stree serves {name} at {url}{'' if api_key else ', without a key'}"
+        serve(
+            app, bind(arguments.host, arguments.port), grace=arguments.grace,
+            on_start=lambda: print(said, file=sys.stderr, flush=True),
+        )  # fmt: skip
+    finally:
+        has_ended = engine.close(timeout=LAST_STEP_S)
+    if not has_ended:  # Python's own end would crash under a thread that computes
+        os._exit(0)
+    return 0
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:

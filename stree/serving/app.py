@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from stree.serving.engine import Engine
-from stree.serving.errors import add_handlers
-from stree.serving.guard import Guard
+from stree.serving.errors import add_handlers, stopping
+from stree.serving.guard import Guard, OpenRequests
 from stree.serving.openai_api import OpenAIAPI
 from stree.serving.page import add_page
 from stree.serving.protocol import ChatRequest, CompletionRequest
@@ -32,12 +32,12 @@ def create_app(
         max_body: most bytes of a request's body.
 
     Returns:
-        The application.  No more requests are taken once ``app.state.is_draining`` is True.
+        The application.  No more requests are taken once ``app.state.requests.is_draining`` is True.
     """
     app = FastAPI(title="stree", version=version("stree"), docs_url=None, redoc_url=None)
-    app.state.is_draining = False
+    app.state.requests = OpenRequests()
     add_handlers(app)
-    app.add_middleware(Guard, api_key=api_key, max_body=max_body, is_draining=lambda: bool(app.state.is_draining))
+    app.add_middleware(Guard, api_key=api_key, max_body=max_body, requests=app.state.requests)
     api = OpenAIAPI(engine, tokenizer, model)
     _add_reports(app, api)
     add_page(app, api, engine)
@@ -68,6 +68,12 @@ def _add_reports(app: FastAPI, api: OpenAIAPI) -> None:
     @app.get("/health")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> dict[str, str]:
+        if app.state.requests.is_draining:
+            raise stopping("the server stops and takes no more requests")
+        return {"status": "ready"}
 
     @app.get("/version")
     async def versions() -> dict[str, str]:

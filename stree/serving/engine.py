@@ -151,12 +151,17 @@ class Engine:
         """Drop the states of earlier texts, from any thread; of the requests that run now none is kept."""
         self._cache.clear()
 
-    def close(self, grace: float = 0.0) -> None:
-        """Refuse further requests, let the others end for ``grace`` seconds, cancel the rest, and free all states."""
+    def close(self, grace: float = 0.0, timeout: float | None = None) -> bool:
+        """Refuse further requests, let the others end for ``grace`` seconds, cancel the rest, and free all states.
+
+        Returns:
+            Whether the engine has ended; False where the step that runs takes longer than ``timeout`` seconds.
+        """
         with self._changed:
             self._closing = time.monotonic() + grace
             self._changed.notify_all()
-        self._thread.join()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
 
     def __enter__(self) -> Engine:
         return self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -9,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-__all__ = ["APIError", "add_handlers", "error_body", "error_response"]
+__all__ = ["APIError", "add_handlers", "error_body", "error_event", "error_response", "stopping"]
 
 CODES = {
     400: "invalid_request_error", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed",
@@ -36,6 +37,11 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
 
+def stopping(message: str) -> APIError:
+    """Return the error of a request that a server does not answer because it stops."""
+    return APIError(503, message, headers={"Retry-After": "5"})
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return the error object."""
     kind = "invalid_request_error" if status < 500 else "server_error"
@@ -46,6 +52,12 @@ def error_response(error: APIError) -> JSONResponse:
     """Return the response of an error."""
     body = error_body(error.status, error.message, error.param, error.code)
     return JSONResponse(body, error.status, error.headers)
+
+
+def error_event(error: APIError) -> str:
+    """Return the last events of a stream that an error ends."""
+    body = error_body(error.status, error.message, error.param, error.code)
+    return f"data: {json.dumps(body)}\n\ndata: [DONE]\n\n"
 
 
 def add_handlers(app: FastAPI) -> None:

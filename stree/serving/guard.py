@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
-from stree.serving.errors import APIError, error_response
+from stree.serving.errors import APIError, error_event, error_response, stopping
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "OpenRequests"]
 
-OPEN_PATHS = {"/health", "/version", "/metrics", "/", "/openapi.json"}
+OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/", "/openapi.json"}
+LAST_EVENT_S = 1.0  # that a client has to read the end of its stream
+
+
+class OpenRequests:
+    """The requests of a server that are not answered yet; ``len`` counts them.
+
+    Attributes:
+        is_draining: whether no more are taken.
+    """
+
+    def __init__(self) -> None:
+        self.is_draining = False
+        self._limits = set[asyncio.Timeout]()
+
+    def __len__(self) -> int:
+        return len(self._limits)
+
+    def add(self, limit: asyncio.Timeout) -> None:
+        """Note a request that runs within ``limit``, which is entered."""
+        self._limits.add(limit)
+
+    def discard(self, limit: asyncio.Timeout) -> None:
+        """Drop a request that is answered."""
+        self._limits.discard(limit)
+
+    def end(self) -> None:
+        """Let every request be answered by an error now; called in the event loop."""
+        while self._limits:
+            self._limits.pop().reschedule(asyncio.get_running_loop().time())
 
 
 class Guard:
@@ -20,13 +50,11 @@ class Guard:
         app: the other one.
         api_key: which requests need, or None.
         max_body: most bytes of a body.
-        is_draining: whether no more requests are taken.
+        requests: those of the server.
     """
 
-    def __init__(
-        self, app: Any, *, api_key: str | None, max_body: int, is_draining: Callable[[], bool]
-    ) -> None:  # fmt: skip
-        self._app, self._max_body, self._is_draining = app, max_body, is_draining
+    def __init__(self, app: Any, *, api_key: str | None, max_body: int, requests: OpenRequests) -> None:
+        self._app, self._max_body, self._requests = app, max_body, requests
         self._expected = None if api_key is None else f"Bearer {api_key}".encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -36,11 +64,45 @@ class Guard:
             return
         try:
             self._check(scope)
-            receive = await self._read(receive) if scope["method"] == "POST" else receive
+            if scope["method"] == "POST":
+                await self._post(scope, receive, send)
+                return
         except APIError as error:
             await error_response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+    async def _post(self, scope: Any, receive: Any, send: Any) -> None:
+        """Run a request until the server ends it: then it is answered by an error, a stream by an event and its end."""
+        is_started = is_open_stream = False
+
+        async def noted(message: Any) -> None:
+            nonlocal is_started, is_open_stream
+            await send(message)
+            if message["type"] == "http.response.start":
+                kind = dict(message["headers"]).get(b"content-type", b"")
+                is_started, is_open_stream = True, kind.startswith(b"text/event-stream")
+            elif not message.get("more_body", False):
+                is_open_stream = False
+
+        limit = asyncio.timeout(None)
+        try:
+            async with limit:
+                self._requests.add(limit)
+                await self._app(scope, await self._read(receive), noted)
+            return
+        except TimeoutError:
+            if not limit.expired():
+                raise
+        finally:
+            self._requests.discard(limit)
+        error = stopping("the server stops, and the time of its last requests is over")
+        if not is_started:
+            raise error
+        if is_open_stream:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_EVENT_S):
+                    await send({"type": "http.response.body", "body": error_event(error).encode(), "more_body": False})
 
     def _check(self, scope: Any) -> None:
         headers = dict(scope["headers"])
@@ -48,8 +110,8 @@ class Guard:
             given = headers.get(b"authorization", b"")
             if not secrets.compare_digest(given, self._expected):
                 raise APIError(401, "the API key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
-        if scope["method"] == "POST" and self._is_draining():
-            raise APIError(503, "the server stops and takes no more requests", headers={"Retry-After": "5"})
+        if scope["method"] == "POST" and self._requests.is_draining:
+            raise stopping("the server stops and takes no more requests")
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._max_body:
             self._refuse_size()

@@ -17,7 +17,7 @@ from stree.inputs import stop_tokens
 from stree.serving.answers import Choice, Piece, chat_logprobs, completion_logprobs, merged, usage
 from stree.serving.encoding import PromptEncoder
 from stree.serving.engine import Engine, QueueFull
-from stree.serving.errors import APIError, error_body
+from stree.serving.errors import APIError, error_event
 from stree.serving.handle import RequestHandle
 from stree.serving.metrics import Metrics
 from stree.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -173,11 +173,11 @@ class OpenAIAPI:
                     yield event({**chunk, "choices": [part(piece, is_whole=False)], **extra})
             if body.includes_usage:
                 yield event({**chunk, "choices": [], "usage": usage(choices, num_prompt_tokens)})
+            yield "data: [DONE]\n\n"
         except APIError as error:
-            yield event(error_body(error.status, error.message, error.param, error.code))
+            yield error_event(error)
         finally:
             self._end(choices)
-        yield "data: [DONE]\n\n"
 
     def _end(self, choices: Sequence[Choice]) -> None:
         for choice in choices:

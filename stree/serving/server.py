@@ -3,30 +3,56 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-__all__ = ["serve"]
+__all__ = ["bind", "serve"]
+
+ANSWER_S = 2.0  # that clients have to read the last answers, once the grace is over
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Return a socket bound to an address; it does not listen yet, so clients are refused until ``serve``.
+
+    Raises:
+        OSError: the port is taken, or the address is not this machine's.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
+    return listener
 
 
 class _Server(uvicorn.Server):
-    """Ends in peace at SIGTERM and SIGINT; uvicorn's own would raise the signal again and exit with its number."""
+    """Drains at the first SIGTERM or SIGINT while it still listens, and ends at the second one with exit status 0.
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
+    uvicorn's own server closes the listener first, cancels tasks at the end, and raises the signal again.
+    """
+
+    def __init__(self, config: uvicorn.Config, app: FastAPI, grace: float, on_start: Callable[[], None]) -> None:
         super().__init__(config)
-        self._served = app
+        self._requests, self._grace, self._on_start = app.state.requests, grace, on_start
+        self._deadline: float | None = None  # by time.monotonic(), of the requests that run
+        self._is_ending = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Take no more requests at the first signal, and do not wait for those that run at the second."""
 
         def stop(*_: Any) -> None:
-            self.force_exit = self.should_exit
-            self._served.state.is_draining = self.should_exit = True
+            self.force_exit = self._is_ending
+            self._deadline = time.monotonic() + (0.0 if self._requests.is_draining else self._grace)
+            self._requests.is_draining = True
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -35,17 +61,39 @@ class _Server(uvicorn.Server):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen, and say so."""
+        await super().startup(sockets)
+        self._on_start()
 
-def serve(app: FastAPI, host: str, port: int, *, grace: float = 30.0) -> bool:
-    """Serve until SIGTERM or SIGINT; requests that run then have ``grace`` seconds to end.
+    async def on_tick(self, counter: int) -> bool:
+        """Return whether to close the listener: all requests are answered, or their time is over."""
+        if await super().on_tick(counter):
+            return True
+        now = time.monotonic()
+        if self._deadline is None or (len(self._requests) and now < self._deadline):
+            return False
+        self._requests.end()
+        self._is_ending = True
+        self.config.timeout_graceful_shutdown = round(max(self._deadline - now, ANSWER_S))
+        return True
 
-    Returns:
-        Whether it could listen.
+
+def serve(
+    app: FastAPI, listener: socket.socket, *, grace: float = 30.0, on_start: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    From the first signal on new requests are refused by 503, while those that run have ``grace`` seconds to end; what
+    has not ended then gets an error, as at a second signal.
+
+    Args:
+        app: of ``create_app``.
+        listener: of ``bind``; it is closed at the end.
+        grace: seconds.
+        on_start: called once the server listens.
+
+    Raises:
+        OSError: another process listens at that address now.
     """
-    config = uvicorn.Config(app, host, port, log_level="warning", timeout_graceful_shutdown=max(round(grace), 1))
-    server = _Server(config, app)
-    try:
-        server.run()
-    except SystemExit:  # the port is taken; uvicorn has said so
-        return False
-    return server.started
+    _Server(uvicorn.Config(app, log_level="warning", lifespan="off"), app, grace, on_start).run([listener])

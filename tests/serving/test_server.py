@@ -232,11 +232,11 @@ def test_a_full_queue_is_429_and_a_server_that_stops_503(served: Served) -> None
     response = served.post("/v1/completions", body)
     assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
     assert ended(served.engine)
-    served.app.state.is_draining = True
+    served.app.state.requests.is_draining = True
     try:
         assert served.post("/v1/completions", COMPLETION).status_code == 503
     finally:
-        served.app.state.is_draining = False
+        served.app.state.requests.is_draining = False
 
 
 def test_the_page_streams_text_and_trees(served: Served) -> None:
