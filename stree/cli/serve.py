@@ -63,6 +63,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     with without_collection():
         from stree.serving import Engine, in_own_thread
         from stree.serving.app import create_app
+        from stree.serving.first_requests import run_first_requests
         from stree.serving.server import bind, serve
         from stree.warming import ALL_BATCHES, compile_steps
 
@@ -71,20 +72,20 @@ def _serve(arguments: argparse.Namespace) -> int:
         drafting = {name: engine_options[name] for name in ("growth", "budget", "verifier")}
         compile_steps(lm, drafter, batches=ALL_BATCHES, **drafting)  # so that the first request need not wait
         before_step = cores.adapt if lm.device.type == "cpu" else None
-        return Engine(lm, drafter, before_step=before_step, **engine_options)
+        engine = Engine(lm, drafter, before_step=before_step, **engine_options)
+        run_first_requests(engine)
+        return engine
 
-    name = arguments.name or arguments.target
-    engine = in_own_thread(start)
-    try:
-        app = create_app(engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6))
-        url = f"http://{arguments.host}:{arguments.port}"
-        said = f"stree serves {name} at {url}{'' if api_key else ', without a key'}"
-        serve(
-            app, bind(arguments.host, arguments.port), grace=arguments.grace,
-            on_start=lambda: print(said, file=sys.stderr, flush=True),
-        )  # fmt: skip
-    finally:
-        has_ended = engine.close(timeout=LAST_STEP_S)
+    with bind(arguments.host, arguments.port) as listener:  # a mistake there is named before the model is loaded
+        engine = in_own_thread(start)
+        try:
+            name = arguments.name or arguments.target
+            app = create_app(engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6))
+            host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+            said = f"stree serves {name} at http://{host}:{arguments.port}{'' if api_key else ', without a key'}"
+            serve(app, listener, grace=arguments.grace, on_start=lambda: print(said, file=sys.stderr, flush=True))
+        finally:
+            has_ended = engine.close(timeout=LAST_STEP_S)
     if not has_ended:  # Python's own end would crash under a thread that computes
         os._exit(0)
     return 0

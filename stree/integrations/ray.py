@@ -107,13 +107,16 @@ def serve_app(
         """Make the application of a replica."""
         from stree.serving import Engine, in_own_thread
         from stree.serving.app import create_app
+        from stree.serving.first_requests import run_first_requests
         from stree.warming import ALL_BATCHES, compile_steps
 
         def start() -> Engine:
             lm, drafting = load()
             shape = {name: options[name] for name in ("growth", "budget", "verifier") if name in options}
             compile_steps(lm, drafting, batches=ALL_BATCHES, **shape)  # so that the first request need not wait
-            return Engine(lm, drafting, **options)
+            engine = Engine(lm, drafting, **options)
+            run_first_requests(engine)
+            return engine
 
         api_key = None if api_key_env is None else os.environ[api_key_env]
         words, load = _prepared(target, drafter, tokenizer, load_options or {})

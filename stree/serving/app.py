@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 
 from stree.serving.engine import Engine
-from stree.serving.errors import add_handlers, stopping
+from stree.serving.errors import APIError, add_handlers, stopping
 from stree.serving.guard import Guard, OpenRequests
 from stree.serving.openai_api import OpenAIAPI
 from stree.serving.page import add_page
@@ -39,7 +39,7 @@ def create_app(
     add_handlers(app)
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, requests=app.state.requests)
     api = OpenAIAPI(engine, tokenizer, model)
-    _add_reports(app, api)
+    _add_reports(app, api, engine)
     add_page(app, api, engine)
 
     @app.get("/v1/models")
@@ -62,17 +62,22 @@ def create_app(
     return app
 
 
-def _add_reports(app: FastAPI, api: OpenAIAPI) -> None:
+def _add_reports(app: FastAPI, api: OpenAIAPI, engine: Engine) -> None:
     """Add what monitors ask for."""
 
-    @app.get("/health")
+    @app.head("/health", include_in_schema=False)
+    @app.get("/health", responses=ERRORS)
     async def health() -> dict[str, str]:
+        if engine.problem is not None:
+            raise APIError(503, engine.problem)
         return {"status": "ok"}
 
-    @app.get("/ready")
+    @app.head("/ready", include_in_schema=False)
+    @app.get("/ready", responses=ERRORS)
     async def ready() -> dict[str, str]:
         if app.state.requests.is_draining:
             raise stopping("the server stops and takes no more requests")
+        await health()
         return {"status": "ready"}
 
     @app.get("/version")

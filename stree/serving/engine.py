@@ -25,20 +25,15 @@ from stree.drafters import Drafter
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
-from stree.serving.handle import RequestHandle
+from stree.serving.handle import QueueFull, RequestHandle
 from stree.serving.prefill import Prefill, default_chunk
 from stree.serving.prefix_cache import KeptPrefix, PrefixCache
 from stree.serving.running import MOST_STOPS, RunningBatch
 
-__all__ = ["Engine", "QueueFull"]
+__all__ = ["Engine"]
 
 logger = logging.getLogger("stree")
-
 TOTALS = ("requests", "prompt_tokens", "cached_tokens", "new_tokens", "steps", "drafted", "accepted")
-
-
-class QueueFull(RuntimeError):
-    """As many requests wait as ``max_queue`` allows."""
 
 
 class Engine:
@@ -62,6 +57,9 @@ class Engine:
             in place (but through their ``data``), other adapters, hooks or settings.  ``clear_cache`` drops them, too.
         prefill_chunk: most tokens of a prompt that run between two steps; None for 512, and on CUDA for what fits.
         before_step: called by the engine's thread before every step, or None.
+
+    Attributes:
+        problem: why no request is taken any more, or None.
 
     Raises:
         ValueError: an argument outside its range, or states that memory cannot hold.
@@ -88,6 +86,7 @@ class Engine:
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()
         self._handles: dict[Request, RequestHandle] = {}  # of the running sequences
         self._totals = dict.fromkeys(TOTALS, 0)
+        self.problem: str | None = None
         self._closing: float | None = None  # when the last requests are cancelled
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="stree engine", daemon=True)
@@ -117,7 +116,7 @@ class Engine:
             ValueError: a parameter outside its range; nothing has run.
             TypeError: a parameter of another kind.
             QueueFull: too many requests wait.
-            RuntimeError: the engine is closed.
+            RuntimeError: the engine is closed, or its thread has ended by an error.
         """
         self._settings.check_models()
         handle = RequestHandle()
@@ -130,11 +129,10 @@ class Engine:
             raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {len(request.stop_token_ids)}")
         handle.start(request)
         with self._changed:
-            if self._closing is not None:
-                raise RuntimeError("the engine is closed")
-            if self.max_queue is not None and len(self._waiting) >= self.max_queue + max(
-                self.max_batch - self._num_begun(), 0
-            ):
+            if self.problem is not None:
+                raise RuntimeError(self.problem)
+            free = max(self.max_batch - len(self._begun()), 0)
+            if self.max_queue is not None and len(self._waiting) >= self.max_queue + free:
                 raise QueueFull(f"{len(self._waiting)} requests wait already")
             self._waiting.append((handle, request))
             self._totals["requests"] += 1
@@ -145,7 +143,7 @@ class Engine:
     def stats(self) -> dict[str, int]:
         """Requests that run and wait now, and sums over all requests so far, JSON-able."""
         with self._changed:
-            return {"running": self._num_begun(), "waiting": len(self._waiting), **self._totals}
+            return {"running": len(self._begun()), "waiting": len(self._waiting), **self._totals}
 
     def clear_cache(self) -> None:
         """Drop the states of earlier texts, from any thread; of the requests that run now none is kept."""
@@ -158,7 +156,7 @@ class Engine:
             Whether the engine has ended; False where the step that runs takes longer than ``timeout`` seconds.
         """
         with self._changed:
-            self._closing = time.monotonic() + grace
+            self._closing, self.problem = time.monotonic() + grace, self.problem or "the engine is closed"
             self._changed.notify_all()
         self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -171,9 +169,20 @@ class Engine:
 
     # What follows runs in the engine's thread.
 
+    def _run(self) -> None:
+        try:
+            self._decode()
+        finally:  # however it ends, no request must wait for it
+            with self._changed:
+                self.problem = self.problem or "the engine's thread has ended by an error"
+                left, self._handles, self._prefill = [*self._waiting, *self._begun()], {}, None
+                self._waiting.clear()
+            for handle, _ in left:
+                handle.finish("error", RuntimeError(self.problem))
+
     @torch.inference_mode(False)  # what is kept must be usable outside of it
     @torch.no_grad()
-    def _run(self) -> None:
+    def _decode(self) -> None:
         while self._wait():
             try:
                 self._before_step()
@@ -189,43 +198,38 @@ class Engine:
     def _wait(self) -> bool:
         """Wait until there is work, and begin with the next request; False once the engine is closed and done."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._num_begun() or self._closing is not None)
+            self._changed.wait_for(lambda: self._waiting or self._begun() or self._closing is not None)
             if self._closing is not None and time.monotonic() >= self._closing:
                 for handle, _ in [*self._waiting, *self._begun()]:
                     handle.cancel()
             for item in [item for item in self._waiting if item[0].is_cancelled]:
                 self._waiting.remove(item)
                 item[0].finish("cancelled")
-            can_begin = self._waiting and self._prefill is None and self._num_begun() < self.max_batch
+            can_begin = self._waiting and self._prefill is None and len(self._begun()) < self.max_batch
             following = self._waiting.popleft() if can_begin else None
         if following is not None:
             self._begin(*following)
-        return bool(self._num_begun() or self._waiting) or self._closing is None
-
-    def _num_begun(self) -> int:
-        """Requests that run or are prefilled."""
-        return len(self._handles) + (self._prefill is not None)
+        return bool(self._begun() or self._waiting) or self._closing is None
 
     def _begun(self) -> list[tuple[RequestHandle, Request]]:
-        """Those requests."""
-        prefilling = [] if self._prefill is None else [self._prefill[:2]]
-        return [*((handle, request) for request, handle in self._handles.items()), *prefilling]
+        """Requests that run or are prefilled."""
+        prefilled, running = self._prefill, [(handle, request) for request, handle in self._handles.items()]
+        return running if prefilled is None else [*running, prefilled[:2]]
 
     def _begin(self, handle: RequestHandle, request: Request) -> None:
         """Begin to prefill a request, unless it has to wait for requests that run with other weights."""
-        if not self._batch.takes_up_weights(self._cache):
-            with self._changed:
-                self._waiting.appendleft((handle, request))
-            return None
-        handle.note("started")
         try:
+            if not self._batch.takes_up_weights(self._cache):
+                with self._changed:
+                    self._waiting.appendleft((handle, request))
+                return None
+            handle.note("started")
             state = self._batch.new_row()
             prefill = Prefill(self.lm, request.prompt, state, self._drafter.hidden_layers, self._cache)
         except Exception as error:
             return handle.finish("error", error)
         handle.num_cached, handle.cache_epoch = prefill.num_cached, prefill.epoch
         self._prefill = handle, request, prefill
-        return None
 
     def _prefill_chunk(self) -> None:
         """Run the next chunk of the prompt that is prefilled; after the last one its sequence joins the batch."""

@@ -55,7 +55,7 @@ class Guard:
 
     def __init__(self, app: Any, *, api_key: str | None, max_body: int, requests: OpenRequests) -> None:
         self._app, self._max_body, self._requests = app, max_body, requests
-        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Answer with an error, or pass the request on with its body read."""
@@ -106,9 +106,9 @@ class Guard:
 
     def _check(self, scope: Any) -> None:
         headers = dict(scope["headers"])
-        if self._expected is not None and scope["path"] not in OPEN_PATHS:
-            given = headers.get(b"authorization", b"")
-            if not secrets.compare_digest(given, self._expected):
+        if self._key is not None and scope["path"] not in OPEN_PATHS:
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), self._key):
                 raise APIError(401, "the API key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] == "POST" and self._requests.is_draining:
             raise stopping("the server stops and takes no more requests")

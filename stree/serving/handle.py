@@ -18,7 +18,11 @@ from stree.decode.sequences import Text
 from stree.decode.stats import Generation
 from stree.decode.step_result import StepResult
 
-__all__ = ["EmittedStep", "RequestHandle", "StepTree"]
+__all__ = ["EmittedStep", "QueueFull", "RequestHandle", "StepTree"]
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as ``max_queue`` allows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,13 @@ class Metrics:
     """What a server has done; every series is there, at zero, before the first request.
 
     Args:
-        engine: its own sums are read when the metrics are.
+        engine: its own sums are read when the metrics are, and count from now on.
         model: a label of every metric.
     """
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine, self._model, self._registry = engine, model, CollectorRegistry()
+        self._before = {key: engine.stats[key] for key in COUNTERS}
         self._registry.register(self)
         self._first = self._histogram("vllm:time_to_first_token_seconds", "Until the first token.")
         self._each = self._histogram("vllm:time_per_output_token_seconds", "For each later token.")
@@ -50,7 +51,7 @@ class Metrics:
         for family, names in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
             for key, name in names.items():
                 metric = family(f"vllm:{name}", name.replace("_", " "), labels=["model_name"])
-                metric.add_metric([self._model], stats[key])
+                metric.add_metric([self._model], stats[key] - self._before.get(key, 0))
                 yield metric
 
     def observe(self, handle: RequestHandle) -> None:

@@ -16,9 +16,9 @@ from stree.decode.stop_strings import TokenBytes
 from stree.inputs import stop_tokens
 from stree.serving.answers import Choice, Piece, chat_logprobs, completion_logprobs, merged, usage
 from stree.serving.encoding import PromptEncoder
-from stree.serving.engine import Engine, QueueFull
+from stree.serving.engine import Engine
 from stree.serving.errors import APIError, error_event
-from stree.serving.handle import RequestHandle
+from stree.serving.handle import QueueFull, RequestHandle
 from stree.serving.metrics import Metrics
 from stree.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from stree.serving.text import IncrementalText

@@ -16,6 +16,7 @@ import time
 import httpx
 import pytest
 
+import stree
 from stree.cli import main
 
 MISTAKES = {
@@ -34,6 +35,18 @@ def test_mistakes_are_named_in_one_line(flags: str, capsys: pytest.CaptureFixtur
     assert MISTAKES[flags] in said and said.startswith("stree: error: ") and "\n" not in said
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "203.0.113.7", "no such host"])
+def test_an_address_that_cannot_be_taken_is_named_before_the_model_is_loaded(
+    host: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stree.TreeLM, "from_pretrained", lambda *_, **__: pytest.fail("the model is loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "bundled", "--host", host, "--port", port]) == 2
+    said = capsys.readouterr().err.strip()
+    assert said.startswith(f"stree: error: cannot listen at {host}, port {port}: ") and "\n" not in said
+
+
 @pytest.mark.slow
 def test_sigterm_lets_running_requests_end_and_exits_with_0() -> None:
     with socket.socket() as free:
@@ -43,7 +56,8 @@ def test_sigterm_lets_running_requests_end_and_exits_with_0() -> None:
     command = [sys.executable, "-m", "stree.cli", "serve", "bundled", "--port", str(port), "--api-key-env", "STREE_KEY"]
     server = subprocess.Popen(command, env={**os.environ, "STREE_KEY": "k"}, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for(lambda: httpx.get(f"{url}/health").status_code == 200)
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
+        assert 'generation_tokens_total{model_name="bundled"} 0.0' in httpx.get(f"{url}/metrics").text
         body = {"model": "bundled", "prompt": "Question:", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
         answers: list[httpx.Response] = []
         headers = {"Authorization": "Bearer k"}
