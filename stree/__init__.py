@@ -66,6 +66,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Import a public name."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("stree")
     if name in ("distill", "drafters", "growth", "heads"):
         return importlib.import_module(f"stree.{name}")
     if name not in _HOMES:

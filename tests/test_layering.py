@@ -48,6 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.distill": TOP,
     "stree.bench": TOP,
     "stree.cli": TOP | {"stree.bench", "stree.distill", "stree.integrations", "stree.serving", "stree.warming"},
+    "stree.__main__": {"stree.cli"},
     "stree": TOP | {"stree.distill", "stree.heads", "stree.integrations", "stree.serving", "stree.warming"},
 }
 OUTSIDE = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
 from stree.cli.batch import add_batch
 from stree.cli.bench import add_bench
@@ -27,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="stree", description="Tree speculative decoding for Mamba and hybrid language models."
     )
+    parser.add_argument("--version", action="version", version=f"stree {version('stree')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (
         add_generate, add_serve, add_batch, add_info, add_bench, add_distill, add_datastore, add_trim_vocab,

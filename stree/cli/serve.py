@@ -30,7 +30,7 @@ def add_serve(commands: Any) -> None:
     command.add_argument("--port", type=int, default=8000, help="port to listen at")
     command.add_argument("--max-batch", type=int, default=8, help="most requests that run at once")
     command.add_argument("--max-length", type=int, default=4096, help="most tokens of a prompt and its new ones")
-    command.add_argument("--max-queue", type=int, default=256, help="most requests that wait; more are answered by 429")
+    command.add_argument("--max-queue", type=int, default=256, help="most requests that wait, 0 for none; more get 429")
     command.add_argument("--max-body-mb", type=float, default=8, help="most megabytes of a request")
     command.add_argument(
         "--cache-mb", type=float, default=512, help="of states of earlier texts, which later ones continue"

@@ -44,7 +44,7 @@ def stopping(message: str) -> APIError:
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """Return the error object."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "requests" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}}
 
 
@@ -80,7 +80,3 @@ def add_handlers(app: FastAPI) -> None:
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
-
-    @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return JSONResponse(error_body(500, f"the server failed: {type(error).__name__}"), 500)

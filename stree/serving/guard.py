@@ -1,8 +1,9 @@
-"""What stands before every request: the key, the size of the body, and whether the server still takes requests."""
+"""What stands before every request: its id, the key, the size of the body, and whether requests are still taken."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from contextlib import suppress
 from typing import Any
@@ -11,7 +12,10 @@ from stree.serving.errors import APIError, error_event, error_response, stopping
 
 __all__ = ["Guard", "OpenRequests"]
 
+logger = logging.getLogger("stree")
+
 OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/", "/openapi.json"}
+ID_HEADER, LONGEST_ID = b"x-request-id", 128
 LAST_EVENT_S = 1.0  # that a client has to read the end of its stream
 
 
@@ -44,7 +48,7 @@ class OpenRequests:
 
 
 class Guard:
-    """An ASGI application around another one.
+    """An ASGI application around another one, whose every response has the id that the request has or is given.
 
     Args:
         app: the other one.
@@ -62,15 +66,27 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        given = dict(scope["headers"]).get(ID_HEADER, b"")
+        request_id = given if 0 < len(given) <= LONGEST_ID else secrets.token_hex(16).encode()
+        is_started = False
+
+        async def named(message: Any) -> None:
+            nonlocal is_started
+            if message["type"] == "http.response.start":
+                is_started = True
+                message = {**message, "headers": [*message.get("headers", ()), (ID_HEADER, request_id)]}
+            await send(message)
+
         try:
             self._check(scope)
-            if scope["method"] == "POST":
-                await self._post(scope, receive, send)
-                return
+            await (self._post if scope["method"] == "POST" else self._app)(scope, receive, named)
         except APIError as error:
-            await error_response(error)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
+            await error_response(error)(scope, receive, named)
+        except Exception as error:
+            if is_started:
+                raise
+            logger.exception("the request %s failed", request_id.decode("latin-1"))
+            await error_response(APIError(500, f"the server failed: {type(error).__name__}"))(scope, receive, named)
 
     async def _post(self, scope: Any, receive: Any, send: Any) -> None:
         """Run a request until the server ends it: then it is answered by an error, a stream by an event and its end."""
