@@ -27,6 +27,7 @@ from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
 from stree.drafters import ModelDrafter
 from stree.drafters.model import _ModelRun
 from stree.growth import Calibrated, Growth
+from stree.kernels.step.texts import Seen
 from stree.sampling import Random, Sampling
 from stree.verify import accept
 
@@ -92,6 +93,7 @@ def launches_of(growth: Growth, budget: int) -> Counter[str]:
     """Count the launches of one proposal."""
     run: _ModelRun = begun(growth, PROMPTS[:1])
     pending = torch.tensor([7])
+    run.seen = Seen(torch.tensor([[*PROMPTS[0], 7]]), torch.tensor([len(PROMPTS[0])]), pending)  # as a step gives
     with as_on_a_gpu():
         run._state._state = None
         run.propose(pending, growth, budget)
