@@ -176,6 +176,7 @@ def test_changes_of_the_model_reach_compiled_trees(change: Callable[[TreeLM], No
     _check(partial(tiny_model, "mamba2"), sizes=((0, 4),), change=change)
 
 
+@pytest.mark.slow
 def test_generation_with_compiled_models_writes_the_same_text() -> None:
     texts = []
     for is_compiled in (False, True):

@@ -177,9 +177,11 @@ def test_bad_requests_are_answered_by_error_objects(served: Served) -> None:
 
 def test_what_changes_no_text_is_taken_and_what_would_is_named(served: Served) -> None:
     for path, base in (("completions", COMPLETION), ("chat/completions", {**CHAT, "max_tokens": 1})):
-        for name, value in NEUTRAL:
-            response = served.post(f"/v1/{path}", {**base, name: value})
-            assert response.status_code == 200, (path, name, value, response.text)
+        rest = [*NEUTRAL]
+        while fields := dict(rest):  # of each name that is left one value
+            response = served.post(f"/v1/{path}", {**base, **fields})
+            assert response.status_code == 200, (path, fields, response.text)
+            rest = [field for field in rest if field[1] is not fields[field[0]]]
         for name, value, message in REFUSED:
             error = served.post(f"/v1/{path}", {**base, name: value}).json()["error"]
             assert error["param"] == name and message in error["message"], (path, name, value, error)
