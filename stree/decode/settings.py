@@ -24,7 +24,7 @@ class Settings:
 
     Args:
         lm: the target.
-        drafter: as for ``generate``, as are the others that it has.
+        drafter: as for ``generate``, like all arguments of the same names.
         policy: makes what chooses the budget of every step, from growth and sizes; None for the budget's own.
 
     Attributes:

@@ -155,8 +155,16 @@ def test_a_fault_fails(fault: Callable[[Tensor], object], message: str, monkeypa
         generated(monkeypatch, lambda target: lambda lm: Faulty(fault))
 
 
-@pytest.mark.parametrize("fault", [lambda tokens: tokens.tolist(), lambda tokens: torch.zeros(2).to(tokens.device)])
-def test_reads_and_copies_of_pageable_memory_are_noted(
+WAITS: list[Callable[[Tensor], object]] = [
+    lambda tokens: tokens.tolist(),
+    lambda tokens: torch.zeros(2).to(tokens.device),
+    lambda tokens: tokens.cpu(),
+    lambda tokens: torch.zeros(2, dtype=torch.long).copy_(tokens),
+]
+
+
+@pytest.mark.parametrize("fault", WAITS)
+def test_what_a_step_would_wait_for_is_noted(
     fault: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert all(generated(monkeypatch, lambda target: lambda lm: Faulty(fault)).transfers)

@@ -57,15 +57,14 @@ def test_the_context_follows_the_text_and_a_tree_takes_one_call(name: str, kind:
         draft = steps.step(8)
         assert draft.num_calls == 1 and 1 <= int(draft.tree.depths.max()) <= steps.head.num_drafted
         assert steps.error() < CLOSE
-    assert steps.step(budget=1).num_calls == 0
-    steps.step(budget=1)
+    steps.step_plainly()
     assert steps.error() < CLOSE
 
 
 def test_features_of_other_tokens_are_noticed() -> None:
     steps = BlockSteps(Chain(2))
     draft = steps.run.propose(steps.pending, steps.growth, 3)
-    steps.texts = [[*text[:-1], (text[-1] + 1) % 90] for text in steps.texts]
+    steps.change_last_tokens()
     assert steps.drafted_error(draft) > 30 * CLOSE
 
 
@@ -77,8 +76,7 @@ def test_blocks_follow_the_text_and_hang_where_the_rank_head_says(name: str, mad
         assert 1 <= draft.num_calls <= (12 if name == "heap" else int(draft.tree.depths.max()) + 1)
         assert steps.error() < CLOSE
     assert name == "heap" or steps.begun == {False, True}, "both kinds of nodes"
-    assert steps.step(budget=1).num_calls == 0
-    steps.step(budget=1)
+    steps.step_plainly()
     assert steps.error() < CLOSE
 
 

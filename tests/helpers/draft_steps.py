@@ -77,6 +77,15 @@ class DraftSteps:
         self.texts = extended(self.texts, tree, paths)
         self.pending = torch.where(lengths > 0, following, self.pending)
 
+    def step_plainly(self) -> None:
+        """Take two steps that draft nothing, which a drafter must still read."""
+        assert self.step(budget=1).num_calls == 0
+        self.step(budget=1)
+
+    def change_last_tokens(self) -> None:
+        """Put other tokens at the ends of the texts that drafts are compared with."""
+        self.texts = [[*text[:-1], (text[-1] + 1) % 90] for text in self.texts]
+
     def error(self, model: Any) -> float:
         """Largest error of the distributions drafted from next, against fresh forwards of the whole texts."""
         draft = self.run.propose(self.pending, Chain(1).bind(Sampling(1.0)), 8)

@@ -40,7 +40,8 @@ class Devices(TorchDispatchMode):
 
     Attributes:
         launches: of kernels, by name.
-        transfers: for which each step waits: reads of a value, and copies of memory of the host that is not pinned.
+        transfers: for which each step waits: reads of a value, copies of memory of the host that is not pinned, and
+            copies to the host that block.
         in_step: whether a step runs.
     """
 
@@ -66,7 +67,11 @@ class Devices(TorchDispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         if name == "copy_" and not isinstance(args[0], FakeTensor):
+            if not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False)):
+                self._note("blocking copy to the host")
             return args[0].zero_()  # the copy of values that do not exist
+        if name == "_to_copy" and args[0].is_cuda and device is not None and not is_for_cuda:
+            self._note("blocking copy to the host")
         if name in ("_to_copy", "copy_"):
             source = args[1] if name == "copy_" else args[0]
             if source.device.type == "cpu" and not any(source is pinned for pinned in self._pinned):
