@@ -6,29 +6,26 @@ Run: python -m pytest tests/drafters/test_head_drafter.py
 from __future__ import annotations
 
 import itertools
-import random
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from helpers.captured import captured
-from helpers.draft_steps import DraftSteps
 from helpers.enumerated_texts import drafts_of
 from helpers.enumeration import EXACT, PLAIN, step_bias
 from helpers.fast_cases import slow_unless
+from helpers.head_steps import TEXTS, HeadSteps
 from helpers.on_device import treat_as_on_device
 from helpers.table_models import TableModel
 from helpers.tiny_heads import target_and_block_head, target_and_head
-from helpers.tiny_models import TOLERANCE, as_commit, path_to, random_texts, relative_error
+from helpers.tiny_models import TOLERANCE, path_to, relative_error
 from torch import Tensor
 
 import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, HeadDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Calibrated, Chain, DySpec, Growth, Static
 from stree.sampling import Sampling
-from stree.tree import TokenTree
 from stree.verify import Acceptance
 
 CLOSE = 20 * TOLERANCE[torch.float32]
@@ -37,51 +34,24 @@ GROWTHS: dict[str, Growth] = {
     "calibrated": Calibrated(depth=3),
 }  # fmt: skip
 VERIFIERS = ("rejection", "traversal", "match")
-TEXTS = random_texts(random.Random(0), [5, 1, 9])
 
 
-def hidden_of(lm: stree.TreeLM, text: list[int]) -> Tensor:
-    """The target's hidden states of a text, by transformers' own forward: float[len(text), 1, hidden]."""
-    state = lm.new_state(1)
-    return lm.prefill(state, torch.tensor([text]), hidden_layers=[-1])[1][0]
+class MtpSteps(HeadSteps):
+    """Steps of an MTP head's run with the target's true hidden states."""
 
+    probe = Static([2, 2]), 7
 
-class HeadSteps(DraftSteps):
-    """Steps of a head's run with the target's true hidden states."""
+    def __init__(self, growth: Growth, temperature: float = 1.0) -> None:
+        super().__init__(*target_and_head(), growth, temperature)
 
-    def __init__(self, growth: Growth, texts: list[list[int]] = TEXTS, temperature: float = 1.0) -> None:
-        self.lm, self.head = target_and_head()
-        super().__init__(HeadDrafter(self.head), self.lm.vocab_size, texts, growth, temperature)
-        self.read(range(len(texts)))
-
-    def read(self, rows: Any) -> None:
-        """Pass the hidden states of the texts in some rows, as after a prefill."""
-        states = [hidden_of(self.lm, self.texts[row]) for row in rows]
-        padded = torch.full((len(states), max(map(len, states)), *states[0].shape[1:]), torch.nan)
-        for place, state in enumerate(states):
-            padded[place, : len(state)] = state
-        self.run.read_prompts(rows, padded.nan_to_num(1e3))
-
-    def accept(self, tree: TokenTree, paths: list[list[int]]) -> None:
-        path = as_commit([*paths, [0]])[0][:-1]
-        hidden = torch.full((*path.shape, 1, self.head.num_features), 1e3)
-        for row, nodes in enumerate(paths):
-            for place in range(len(nodes)):
-                text = [*self.texts[row], *tree.tokens[row, nodes[: place + 1]].tolist()]
-                hidden[row, place] = hidden_of(self.lm, text)[-1]
-        observe = self.run.observe
-        self.run.observe = lambda acceptance: observe(replace(acceptance, hidden=hidden))  # type: ignore[method-assign]
-        super().accept(tree, paths)
-        del self.run.observe
-
-    def head_error(self, draft: Draft) -> float:
+    def drafted_error(self, draft: Draft) -> float:
         """Largest error of the distributions that a draft's nodes were drawn from, against the head run from anew."""
         assert draft.probs is not None
         tree, errors = draft.tree, [0.0]
         for row, text in enumerate(self.texts):
             for node in range(1, int(tree.num_nodes[row])):
                 path = path_to(tree, row, node)[:-1]  # to the parent, the root first
-                tokens, features = torch.tensor([[*text[1:], int(tree.tokens[row, 0])]]), hidden_of(self.lm, text)[None]
+                tokens, features = torch.tensor([[*text[1:], int(tree.tokens[row, 0])]]), self.hidden_of(text)[None]
                 features = features.flatten(2)
                 for below in path[1:]:
                     feedback = self.head.run(tokens, features)[1]
@@ -91,19 +61,10 @@ class HeadSteps(DraftSteps):
                 errors.append(relative_error(draft.probs.probs[row, int(draft.probs.row[row, node])], fresh))
         return max(errors)
 
-    def error(self, model: Any = None) -> float:
-        """The same of the next draft of two layers, which is not accepted."""
-        growth, self.growth = self.growth, Static([2, 2]).bind(Sampling(1.0))
-        draft = self.run.propose(self.pending, self.growth, 7)
-        error = self.head_error(draft)
-        self.accept(draft.tree, [[] for _ in self.texts])
-        self.growth = growth
-        return error
-
 
 @pytest.mark.parametrize("name", slow_unless([*GROWTHS][1:2].__contains__, GROWTHS))
 def test_the_head_s_state_follows_the_text(name: str) -> None:
-    steps = HeadSteps(GROWTHS[name])
+    steps = MtpSteps(GROWTHS[name])
     for _ in range(3):
         steps.step()
         assert steps.error() < CLOSE
@@ -112,11 +73,11 @@ def test_the_head_s_state_follows_the_text(name: str) -> None:
 
 
 def test_features_of_other_positions_are_noticed() -> None:
-    steps = HeadSteps(Chain(2))
-    steps.head_error(steps.run.propose(steps.pending, steps.growth, 3))
+    steps = MtpSteps(Chain(2))
+    steps.drafted_error(steps.run.propose(steps.pending, steps.growth, 3))
     steps.change_last_tokens()
     draft = steps.run.propose(steps.pending, steps.growth, 3)
-    assert steps.head_error(draft) > 100 * CLOSE
+    assert steps.drafted_error(draft) > 100 * CLOSE
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -124,7 +85,7 @@ def test_texts_that_begin_in_mid_run_leave_nothing_of_the_old_ones(
     on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     treat_as_on_device(monkeypatch, host_can_read=not on_device)
-    steps = HeadSteps(Chain(2))
+    steps = MtpSteps(Chain(2))
     steps.run.reserve(200, steps.growth, 8, begins=True)
     for budget in (1, 8):
         steps.step(budget)
@@ -211,7 +172,7 @@ def test_captured_steps_give_the_texts_of_launched_ones(
 
 
 def test_a_run_that_is_given_no_hidden_states_fails_over_to_plain_decoding() -> None:
-    steps = HeadSteps(Chain(2))
+    steps = MtpSteps(Chain(2))
     draft = steps.run.propose(steps.pending, steps.growth, 3)
     zero = torch.zeros(3, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"needs the target's hidden states of layers \(-1,\)"):
