@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stree.kernels.dispatch import host_can_read
 from stree.models.patching import has_foreign_forward
 from stree.tree import TokenTree
 
@@ -20,6 +21,7 @@ __all__ = [
     "check_mixer",
     "check_path",
     "check_rotary",
+    "check_rows",
     "describe",
     "is_integer",
     "model_change",
@@ -130,6 +132,16 @@ def model_change(model: Any, patched_places: str, mixers: Iterable[Any]) -> str 
     if patched.keys() != {id(module) for module in model.modules() if type(module) in kinds}:
         return "layers of the model were replaced, added or removed since it was patched"
     return None
+
+
+def check_rows(rows: Tensor, batch: int) -> None:
+    """Raise ValueError unless rows are int[batch'] indices of a batch; values are checked where the host has them."""
+    if not rows.numel():
+        raise ValueError("batch_indices must name at least one sequence, got none")
+    if rows.dim() != 1 or not is_integer(rows):
+        raise ValueError(f"batch_indices must be int[batch], got {describe(rows)}")
+    if host_can_read(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
+        raise ValueError(f"batch_indices must be in [0, {batch}), got {rows.tolist()}")
 
 
 def check_path(tree: TokenTree, path: Tensor, path_lengths: Tensor) -> None:

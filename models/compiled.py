@@ -1,7 +1,8 @@
-"""Scoring of trees compiled with torch.compile's backend: on a CPU, a small model's step is mostly calls of operators.
+"""Scoring and commit compiled with torch.compile's backend: on a CPU, a small model's step is mostly operator calls.
 
-The scoring of a tree is traced once with symbolic numbers of nodes and of rows of the caches, and inductor turns the
-trace into C++.  Weights and states are inputs of the compiled function, so states of any size share it.
+The scoring of a tree, and the commit of a path, are traced once with symbolic numbers of nodes and of rows of the
+caches, and inductor turns the trace into C++.  Weights and states are inputs of the compiled function, so states of any
+size share it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Hashable, Sequence
 from copy import copy
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from itertools import count, islice
 from math import isqrt
 from typing import TYPE_CHECKING, Any
@@ -23,20 +25,21 @@ from stree.models.state import DecodeState, TreeInputs
 if TYPE_CHECKING:
     from stree.models.compiled_function import CompiledFunction
 
-__all__ = ["CompiledScoring"]
+__all__ = ["CompiledSteps"]
 
 logger = logging.getLogger("stree")
 
 Scored = tuple[Tensor, Tensor | None]  # logits, and hidden states where some were asked for
 Score = Callable[[DecodeState, TreeInputs, Sequence[int] | None], Scored]
+Example = tuple[Callable[..., list[Tensor]], list[Tensor]]  # what is traced, and with which tensors
 
 
-class CompiledScoring:
-    """Scores trees as ``score`` does, by functions that are compiled when a kind of call occurs for the first time.
+class CompiledSteps:
+    """Scores trees as ``score`` does, and commits paths, by functions compiled when a kind of call first occurs.
 
-    A kind is: first call or extension of a tree, one node, several or as many as fit, batch size, hidden layers.  Where
-    the model's code cannot be compiled for trees of several nodes, that is logged, and all of them are scored in torch;
-    where it cannot for trees of one node, likewise all trees.
+    A kind is: commit, or first call or extension of a tree; one node, several or as many as fit; batch size; hidden
+    layers.  Where the model's code cannot be compiled for trees of several nodes, that is logged, and all of them are
+    scored in torch; where it cannot for trees of one node, likewise all trees.
 
     Threads may share it.  They read functions without a lock, and one at a time compiles: torch's tracing and inductor
     keep state in globals.
@@ -57,65 +60,94 @@ class CompiledScoring:
         self._most_nodes: int | None = None  # of a tree that can be compiled, once a compilation has failed
         self.compile_s = 0.0
 
-    def __call__(self, state: DecodeState, inputs: TreeInputs, hidden_layers: Sequence[int] | None) -> Scored:
+    def score(self, state: DecodeState, inputs: TreeInputs, hidden_layers: Sequence[int] | None) -> Scored:
         """Score a tree."""
         layers = None if hidden_layers is None else tuple(hidden_layers)
         kind: Any = layers, inputs.positions is None, *inputs.others
         trees = [tensor.contiguous() for tensor in inputs.tensors()]  # strides are compiled in
-        tensors = [*trees, state.lengths, *_layer_tensors(state)]
+        tensors = [*trees, state.lengths, *state.layer_tensors]
         sizes = kind, inputs.first, *inputs.tokens.shape, state.max_length, state.max_nodes
         if sizes not in self._by_sizes:
-            self._by_sizes[sizes] = self._find_or_compile(kind, state, inputs, tensors)
+            n = inputs.parents.shape[1]
+            is_refused = self._most_nodes is not None and n > self._most_nodes
+            example = partial(self._scoring, layers, state, inputs)
+            found = None if is_refused else self._find_or_compile(kind, example, tensors)
+            if found is None and not is_refused:
+                self._most_nodes = 0 if n == 1 else 1
+            self._by_sizes[sizes] = found
         function = self._by_sizes[sizes]
         if function is None:
             return self._score(state, inputs, hidden_layers)
         logits, *hidden = function(tensors)
         return logits, hidden[0] if hidden else None
 
-    def _find_or_compile(
-        self, kind: Any, state: DecodeState, inputs: TreeInputs, tensors: Sequence[Tensor]
-    ) -> CompiledFunction | None:
-        """Return a function that takes these tensors, or None where the model cannot be compiled for such trees."""
-        from stree.models.compiled_function import compile_lock  # imports inductor, which takes seconds
+    def apply(self, state: DecodeState, path: Tensor, path_lengths: Tensor) -> None:
+        """Apply int32[batch, m] paths of the pending tree to every layer and to the lengths of a state."""
+        tensors = [path.contiguous(), path_lengths, state.lengths, *state.stack_tensors]
+        sizes = "commit", *path.shape, state.max_length, state.max_nodes
+        if sizes not in self._by_sizes:
+            self._by_sizes[sizes] = self._find_or_compile("commit", partial(self._commit, state, path), tensors)
+        function = self._by_sizes[sizes]
+        if function is None:
+            state.apply(path, path_lengths)
+        else:
+            function(tensors)
 
-        n = inputs.parents.shape[1]
+    def _find_or_compile(
+        self, kind: Hashable, example: Callable[[_Sizes], Example], wanted: Sequence[Tensor]
+    ) -> CompiledFunction | None:
+        """Return a function that takes the ``wanted`` tensors, or None where what is run cannot be compiled."""
+        from stree.models.compiled_function import (
+            CompiledFunction,
+            compile_lock,
+        )  # imports inductor, which takes seconds
+
         with compile_lock:
             for function in self._functions:
-                if function.kind == kind and function.takes(tensors):
+                if function.kind == kind and function.takes(wanted):
                     return function
-            if self._most_nodes is not None and n > self._most_nodes:
-                return None
+            symbolic = _Sizes.unlike({size for tensor in wanted for size in tensor.shape} | self._model_sizes)
             began = compile_seconds()
             try:
                 with compiling():
-                    function = self._compile(kind, state, inputs, tensors)
+                    run, tensors = example(symbolic)
+                    function = CompiledFunction.compile(kind, run, tensors, astuple(symbolic), wanted)
             except Exception as problem:  # the model's own code may do anything
-                self._most_nodes = 0 if n == 1 else 1
-                trees = "trees" if n == 1 else "trees of several nodes"
+                what = "commits" if kind == "commit" else "trees"
+                nodes = "one node" if wanted[0].shape[1] == 1 else "several nodes"
                 name, reason = type(problem).__name__, str(problem)[:500]
-                logger.warning("%s are scored without compilation: %s: %s", trees, name, reason)
+                logger.warning("%s of %s are run without compilation: %s: %s", what, nodes, name, reason)
                 return None
             finally:
                 self.compile_s += compile_seconds() - began
             self._functions.append(function)
             return function
 
-    def _compile(self, kind: Any, state: DecodeState, inputs: TreeInputs, wanted: Sequence[Tensor]) -> CompiledFunction:
-        """Trace and compile a call of one kind for the batch size of ``wanted``."""
-        from stree.models.compiled_function import CompiledFunction
-
-        symbolic = _Sizes.unlike({size for tensor in wanted for size in tensor.shape} | self._model_sizes)
-        state, inputs = _examples(state, inputs, symbolic)
+    def _scoring(
+        self, layers: tuple[int, ...] | None, state: DecodeState, inputs: TreeInputs, sizes: _Sizes
+    ) -> Example:
+        """Return the scoring of a tree, for a trace, and an example's tensors."""
+        state, inputs = _examples(state, inputs, sizes)
         own = len(inputs.tensors())
 
         def run(*tensors: Tensor) -> list[Tensor]:
             logits, hidden = self._score(
-                _with_tensors(state, tensors[own], tensors[own + 1 :]), inputs.with_tensors(tensors[:own]), kind[0]
+                _with_tensors(state, tensors[own], tensors[own + 1 :]), inputs.with_tensors(tensors[:own]), layers
             )
             return [logits] if hidden is None else [logits, hidden]
 
-        tensors = [*inputs.tensors(), state.lengths, *_layer_tensors(state)]
-        return CompiledFunction.compile(kind, run, tensors, astuple(symbolic), wanted)
+        return run, [*inputs.tensors(), state.lengths, *state.layer_tensors]
+
+    def _commit(self, state: DecodeState, path: Tensor, sizes: _Sizes) -> Example:
+        """Return the commit of a path, for a trace, and an example's tensors."""
+        state, (batch, m) = _example_state(state, sizes), path.shape
+        path = path.new_zeros(batch, sizes.rows if m > 1 else 1)
+
+        def run(path: Tensor, path_lengths: Tensor, lengths: Tensor, *tensors: Tensor) -> list[Tensor]:
+            _with_stacks(state, lengths, tensors).apply(path, path_lengths)
+            return []
+
+        return run, [path, path.new_zeros(batch), state.lengths, *state.stack_tensors]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +176,8 @@ class _Sizes:
         return cls(rows, nodes, max_nodes, next(n for n in primes if n > 300))
 
 
-def _layer_tensors(state: DecodeState) -> list[Tensor]:
-    """List the tensors of every layer."""
-    return [tensor for layer in state.layers.values() for _, tensor in layer.tensors()]
-
-
 def _with_tensors(state: DecodeState, lengths: Tensor, tensors: Sequence[Tensor]) -> DecodeState:
-    """Return a state of other tensors in the order of ``_layer_tensors``."""
+    """Return a state of other tensors in the order of ``layer_tensors``."""
     other, rest = copy(state), iter(tensors)
     other.lengths, other.fixed_shapes = lengths, True
     other.max_length = sys.maxsize  # attention reads all rows, without a number of them in the trace
@@ -161,14 +188,30 @@ def _with_tensors(state: DecodeState, lengths: Tensor, tensors: Sequence[Tensor]
     return other
 
 
+def _with_stacks(state: DecodeState, lengths: Tensor, tensors: Sequence[Tensor]) -> DecodeState:
+    """Return a state of other tensors in the order of ``stack_tensors``."""
+    other, rest = copy(state), iter(tensors)
+    other.lengths = lengths
+    other.stacks = {
+        spec: replace(stack, **{name: next(rest) for name, _ in stack.tensors()})
+        for spec, stack in state.stacks.items()
+    }
+    return other
+
+
+def _example_state(state: DecodeState, sizes: _Sizes) -> DecodeState:
+    """Return a state of the same kind in which each size that may change is one of ``sizes``."""
+    max_nodes = sizes.max_nodes if state.max_nodes > 1 else 1
+    return DecodeState(
+        state.specs, state.batch_size, sizes.max_length, max_nodes, state.lengths.device, fixed_shapes=True
+    )
+
+
 def _examples(state: DecodeState, inputs: TreeInputs, sizes: _Sizes) -> tuple[DecodeState, TreeInputs]:
     """Return a state and inputs of the same kind in which each size that may change is one of ``sizes``."""
-    batch, rows = inputs.tokens.shape
-    n = inputs.parents.shape[1]
-    max_nodes = sizes.max_nodes if state.max_nodes > 1 else 1
-    n = max_nodes if n == state.max_nodes else sizes.nodes if n > 1 else 1
+    other, (batch, rows), n = _example_state(state, sizes), inputs.tokens.shape, inputs.parents.shape[1]
+    n = other.max_nodes if n == state.max_nodes else sizes.nodes if n > 1 else 1
     rows = n if inputs.first == 0 else sizes.rows if rows > 1 else 1
-    other = DecodeState(state.specs, batch, sizes.max_length, max_nodes, state.lengths.device, fixed_shapes=True)
     shapes = [(batch, rows), (batch, n), (batch, n, n), (batch, n)]
     shapes += [(batch, rows, *tensor.shape[2:]) for tensor in inputs.tensors()[4:]]
     trees = [tensor.new_zeros(shape) for tensor, shape in zip(inputs.tensors(), shapes, strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._sympy.printers import PythonPrinter
 
 from stree.kernels.dispatch import as_on_device
 
@@ -30,14 +31,14 @@ class CompiledFunction:
         compiled: takes tensors as those that it was traced with, then the weights.
         weights: parameters, buffers and constants that the trace read.
         shapes: sizes of the tensors, symbols included.
-        shape_env: what the trace assumed of the symbols.
+        assumes: whether what the trace and inductor assumed of sizes is true of them, from a size for each symbol.
     """
 
     kind: Hashable
     compiled: Callable[..., Any]
     weights: list[Tensor]
     shapes: list[tuple[Any, ...]]
-    shape_env: ShapeEnv
+    assumes: Callable[[Mapping[Any, int]], bool]
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run it."""
@@ -73,24 +74,26 @@ class CompiledFunction:
         with mode, enable_python_dispatcher(), as_on_device(triton=False):  # the host reads no values
             graph = make_fx(run, _allow_non_fake_inputs=True)(*fakes)
         shapes = [tuple(map(_expression, fake.shape)) for fake in fakes]
-        if not _hold(env, shapes, wanted):
+        if not _hold(_assumptions(env, shapes), shapes, wanted):
             raise ValueError("the model runs other operations on other sizes")
         weights = _lift_constants(graph)
         fakes += [_fake(mode, weight, ()) for weight in weights]
         with tracing(TracingContext(mode)):
             compiled: Any = compile_fx(graph, fakes)
         shapes = [tuple(map(_expression, fake.shape)) for fake in fakes[: len(tensors)]]
-        function = cls(kind, compiled, weights, shapes, env)
+        function = cls(kind, compiled, weights, shapes, _assumptions(env, shapes))
         if not function.takes(wanted):
             raise ValueError("inductor's code holds for the sizes of its example only")
         return function
 
     def takes(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether it is right for tensors of these sizes; only the thread that holds ``compile_lock`` may ask."""
-        return _hold(self.shape_env, self.shapes, tensors)
+        """Whether it is right for tensors of these sizes."""
+        return _hold(self.assumes, self.shapes, tensors)
 
 
-def _hold(env: ShapeEnv, shapes: Sequence[Sequence[Any]], tensors: Sequence[Tensor]) -> bool:
+def _hold(
+    assumes: Callable[[Mapping[Any, int]], bool], shapes: Sequence[Sequence[Any]], tensors: Sequence[Tensor]
+) -> bool:
     """Whether tensors have these shapes, and what was assumed of the symbols in them is true."""
     values: dict[Any, int] = {}
     for shape, tensor in zip(shapes, tensors, strict=True):
@@ -99,11 +102,23 @@ def _hold(env: ShapeEnv, shapes: Sequence[Sequence[Any]], tensors: Sequence[Tens
         for wanted, size in zip(shape, tensor.shape, strict=True):
             if (wanted if isinstance(wanted, int) else values.setdefault(wanted, size)) != size:
                 return False
-    ranges = env.var_to_range
-    in_range = all(ranges[symbol].lower <= size <= ranges[symbol].upper for symbol, size in values.items())
+    return assumes(values)
+
+
+def _assumptions(env: ShapeEnv, shapes: Sequence[Sequence[Any]]) -> Callable[[Mapping[Any, int]], bool]:
+    """Return what is assumed of the symbols in these shapes as a function of their sizes.
+
+    It is Python's code: to substitute sizes in sympy's expressions takes a millisecond for each new size of a state.
+    The other symbols are sizes and offsets of storages, which are laid out alike in all states of these sizes.
+    """
+    symbols = {size for shape in shapes for size in shape if not isinstance(size, int)}
     assumed = [env.replace(guard.expr) for guard in env.guards]
-    # The other symbols are sizes and offsets of storages, which are laid out alike in all states of these sizes.
-    return in_range and all(bool(one.subs(values)) for one in assumed if one.free_symbols <= values.keys())
+    conditions = [PythonPrinter().doprint(one) for one in assumed if one.free_symbols <= symbols]
+    for symbol in symbols:
+        lower, upper = env.var_to_range[symbol].lower, env.var_to_range[symbol].upper
+        conditions.append(f"{lower} <= {symbol}" + (f" <= {upper}" if upper.is_Integer else ""))
+    code = compile(" and ".join(dict.fromkeys(conditions)) or "True", "<assumptions>", "eval")
+    return lambda values: bool(eval(code, {}, {str(symbol): size for symbol, size in values.items()}))
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, symbolic: Collection[int]) -> Tensor:

@@ -6,7 +6,7 @@ Tensors are allocated, copied and committed per stack: all layers of one kind an
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read
 from stree.kernels.topology import AcceptedPath, Topology
-from stree.models.checks import describe, is_integer
+from stree.models.checks import check_rows
 from stree.models.deferred_commit import MAX_DEFERRED, DeferredCommit
 from stree.models.layers.base import LayerSpec, LayerStack, Prefilled, Site
 from stree.tree import TokenTree
@@ -40,6 +39,8 @@ class DecodeState:
         defers_commit: whether a committed path is applied by the scan of the next tree.
         deferred: that path; None where no layer can defer.
         deferred_rows: by site, the rows of that path in the layer's ``shared`` tensors.
+        stack_tensors: those of every stack, in their order.
+        layer_tensors: the same as those of every layer, in their order.
         is_inconsistent: whether a commit or copy failed after some layers were changed.  A caller may reset it if no
             layer was changed, as when a captured graph was never replayed.
     """
@@ -95,19 +96,13 @@ class DecodeState:
             ValueError: no list of indices, an empty one, or an index outside the batch (checked for CPU tensors).
         """
         rows = torch.as_tensor(batch_indices, device=self.lengths.device)
-        if not rows.numel():
-            raise ValueError("batch_indices must name at least one sequence, got none")
-        if rows.dim() != 1 or not is_integer(rows):
-            raise ValueError(f"batch_indices must be int[batch], got {describe(rows)}")
-        rows = rows.long()
-        if host_can_read(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < self.batch_size:
-            raise ValueError(f"batch_indices must be in [0, {self.batch_size}), got {rows.tolist()}")
+        check_rows(rows, self.batch_size)
         self.apply_deferred()
         other = object.__new__(DecodeState)
         other.__dict__.update(self.__dict__)
         other.pending_tree = None
-        other.lengths = self.lengths[rows]
-        other._set_stacks({spec: stack.select(rows) for spec, stack in self.stacks.items()})
+        other.lengths = self.lengths[rows.long()]
+        other._set_stacks({spec: stack.select(rows.long()) for spec, stack in self.stacks.items()})
         return other
 
     def resized(self, max_length: int, max_nodes: int) -> DecodeState:
@@ -162,30 +157,38 @@ class DecodeState:
         yield
         self.is_inconsistent = was_inconsistent
 
-    def commit(self, path: Tensor, path_lengths: Tensor) -> None:
-        """Apply int32[batch, m] paths of the pending tree to every layer, or defer that; the tree is consumed."""
+    def commit(
+        self, path: Tensor, path_lengths: Tensor, apply: Callable[[DecodeState, Tensor, Tensor], None] | None = None
+    ) -> None:
+        """Apply int32[batch, m] paths of the pending tree by ``apply``, or defer that; the tree is consumed."""
         if path.shape[1]:
-            deferred = self.deferred if path.shape[1] <= MAX_DEFERRED else None
             with self.changing():
-                for spec, stack in self.stacks.items():
-                    if deferred is None or stack.shared is None:
-                        stack.commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
-                if deferred is None:
-                    self.lengths += path_lengths
+                if self.deferred is not None and path.shape[1] <= MAX_DEFERRED:
+                    at_once = [spec for spec, stack in self.stacks.items() if stack.shared is None]
+                    self._apply_to(at_once, path, path_lengths)
+                    self.deferred.put(path, path_lengths, self.lengths)
                 else:
-                    deferred.put(path, path_lengths, self.lengths)
+                    (apply or DecodeState.apply)(self, path, path_lengths)
         self.pending_tree = None
+
+    def apply(self, path: Tensor, path_lengths: Tensor) -> None:
+        """Apply int32[batch, m] paths of the stash to every layer, and to the lengths."""
+        self._apply_to(self.stacks, path, path_lengths)
+        self.lengths += path_lengths
 
     def apply_deferred(self) -> None:
         """Apply the deferred commit, if any, so that the states can be read."""
         if self.deferred is None:
             return
-        path = self.deferred.path.int(), self.deferred.lengths
+        deferring = [spec for spec, stack in self.stacks.items() if stack.shared is not None]
         with self.changing():
-            for spec, stack in self.stacks.items():
-                if stack.shared is not None:
-                    stack.commit(*(tensor.to(spec.device) for tensor in (*path, self.lengths)))
+            self._apply_to(deferring, self.deferred.path.int(), self.deferred.lengths)
             self.deferred.clear()
+
+    def _apply_to(self, specs: Iterable[LayerSpec], path: Tensor, path_lengths: Tensor) -> None:
+        """Apply paths of the stash to the layers of some stacks."""
+        for spec in specs:
+            self.stacks[spec].commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
 
     def bind(self, mixers: Mapping[Site, Any]) -> None:
         """Copy the weights that committing needs, such as decay rates."""
@@ -216,6 +219,8 @@ class DecodeState:
         """Store the stacks, and a view of every layer, so that steps create none."""
         self.stacks = stacks
         self.layers: dict[Site, Any] = {site: stacks[spec].layer(slot) for site, (spec, slot) in self._slots.items()}
+        self.stack_tensors = [tensor for stack in stacks.values() for _, tensor in stack.tensors()]
+        self.layer_tensors = [tensor for layer in self.layers.values() for _, tensor in layer.tensors()]
         deferring = {spec: stack for spec, stack in stacks.items() if stack.shared is not None}
         self.deferred = DeferredCommit(deferring, self.lengths) if self.defers_commit and deferring else None
         self.deferred_rows: dict[Site, tuple[Tensor, ...]] = {}

@@ -14,7 +14,7 @@ from torch import Tensor
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.topology import Topology, most_nodes
 from stree.models.checks import check_commit, check_first, check_path
-from stree.models.compiled import CompiledScoring
+from stree.models.compiled import CompiledSteps
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.layers.base import state_dtype
 from stree.models.layout import layout_of, sizes_of
@@ -89,11 +89,9 @@ class TreeScorer(PatchedModel):
             positions = (state.lengths[:, None] + tree.depths[:, first:]).long()
         nodes = TreeInputs(tree.tokens[:, first:], tree.parents, tree.ancestor_mask, tree.depths, positions, inputs)
         state.pending_tree = None  # its stash is overwritten, layer by layer
-        if self.is_compiled and state.deferred is None:
-            compiled: CompiledScoring = self.cache.get("compiled") or self._compiled_now()
-            scored = compiled(state, nodes, hidden_layers)
-        else:
-            scored = self._score_nodes(state, nodes, hidden_layers)
+        compiled = self._compiled_for(state)
+        score = self._score_nodes if compiled is None else compiled.score
+        scored = score(state, nodes, hidden_layers)
         state.pending_tree = tree
         return scored
 
@@ -118,7 +116,7 @@ class TreeScorer(PatchedModel):
         return logits.to(state_dtype(logits.dtype)), hidden
 
     def compile(self) -> None:
-        """Pack the weights of linear layers, and compile the scoring of trees with torch.compile's backend, inductor.
+        """Pack the weights of linear layers, and compile scoring and commit with torch.compile's backend, inductor.
 
         Linear layers in float32 or bfloat16 run on a second copy of their weights in oneDNN's layout wherever no
         gradient is kept.  It is made again after a weight was replaced or written to; a write in place through its
@@ -127,8 +125,8 @@ class TreeScorer(PatchedModel):
         On a CPU a small model's step is mostly calls of operators, of which the compiled functions make few.  They need
         a C++ compiler.  Each kind of call is compiled when it occurs for the first time, in seconds to a minute, and
         kept in inductor's cache on disk.  Attention then reads ``max_length`` rows of the state at any length.  Prefill
-        and commit are not compiled, nor is a model whose code depends on values, mixtures of experts, and of Mamba-1
-        and RG-LRU only trees of one node are (logged).  Hooks on modules run when a call is traced: what they do to
+        is not compiled, nor is a model whose code depends on values, mixtures of experts, and of Mamba-1 and RG-LRU
+        only trees of one node are (logged).  Hooks on modules run when a call is traced: what they do to
         tensors is compiled, their other effects are not repeated.
 
         Raises:
@@ -147,16 +145,22 @@ class TreeScorer(PatchedModel):
     @property
     def compile_s(self) -> float:
         """Seconds that compiling has taken so far."""
-        compiled: CompiledScoring | None = self.cache.get("compiled")
+        compiled: CompiledSteps | None = self.cache.get("compiled")
         return 0.0 if compiled is None else compiled.compile_s
 
-    def _compiled_now(self) -> CompiledScoring:
-        """Return the compiled form of ``_score_nodes`` for the model as it is now; all threads get the same one."""
+    def _compiled_for(self, state: DecodeState) -> CompiledSteps | None:
+        """Return the compiled steps that serve a state, or None."""
+        if not self.is_compiled or state.deferred is not None:
+            return None
+        return self.cache.get("compiled") or self._compiled_now()
+
+    def _compiled_now(self) -> CompiledSteps:
+        """Return the compiled steps of the model as it is now; all threads get the same ones."""
         layout = layout_of(self)
         with _replacing:
-            compiled: CompiledScoring | None = self.cache.get("compiled")
+            compiled: CompiledSteps | None = self.cache.get("compiled")
             if compiled is None or compiled.layout != layout:
-                self.cache["compiled"] = compiled = CompiledScoring(self._score_nodes, layout, sizes_of(self.model))
+                self.cache["compiled"] = compiled = CompiledSteps(self._score_nodes, layout, sizes_of(self.model))
         return compiled
 
     @torch.no_grad()
@@ -188,7 +192,8 @@ class TreeScorer(PatchedModel):
             bound = int((state.lengths + path_lengths).max())
             if bound > state.max_length:
                 raise ValueError(f"committing makes {bound} tokens, which exceeds max_length {state.max_length}")
-        state.commit(path.to(torch.int32), path_lengths.to(torch.int32))
+        compiled = self._compiled_for(state)
+        state.commit(path.to(torch.int32), path_lengths.to(torch.int32), None if compiled is None else compiled.apply)
         state.length_bound = bound
 
     def run_chains(

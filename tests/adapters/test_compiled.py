@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
-from helpers.tiny_family_models import BUILDERS, family_model
+from helpers.tiny_family_models import BUILDERS, family_model, matrix
 from helpers.tiny_models import tiny_model
 from torch import Tensor
 
@@ -156,9 +156,7 @@ def test_trees_of_one_node_are_compiled_where_those_of_several_cannot_be(caplog:
         _logits(lm, 1, 0, 1, 8, 61)
         assert lm.compile_s > refused_s
     messages = [record.message for record in caplog.records if record.name == "stree"]
-    assert [message.partition(":")[0] for message in messages] == [
-        "trees of several nodes are scored without compilation"
-    ]
+    assert [message.partition(":")[0] for message in messages] == ["trees of several nodes are run without compilation"]
 
 
 @pytest.mark.parametrize("family", slow_unless(lambda _: False, ["bamba", "olmo_hybrid"], in_ci=("bamba").__eq__))
@@ -167,6 +165,29 @@ def test_compiled_trees_of_other_families(family: str, caplog: pytest.LogCapture
     model = BUILDERS[family]()
     with caplog.at_level(logging.WARNING, "stree"):
         _check(lambda: copy.deepcopy(model))
+    assert not [record for record in caplog.records if record.name == "stree"]  # else they were not compiled
+
+
+@pytest.mark.parametrize("family", matrix(fast=["bamba"]))
+def test_compiled_commits_leave_the_states_that_others_leave(
+    family: str, traced_only: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    lm = stree.TreeLM(family_model(family))
+    tree = stree.TokenTree(torch.randint(lm.vocab_size, (2, 6)), torch.tensor([PARENTS[:6]] * 2, dtype=torch.int32))
+    eager = lm.new_state(2, 40, 8)
+    lm.prefill(eager, torch.randint(lm.vocab_size, (2, 9)))
+    for path, lengths in (([[0], [0]], [1, 0]), ([[0, 1, 3], [0, 2, 0]], [3, 2]), ([[0, 1], [0, 2]], [0, 2])):
+        compiled = eager.clone()
+        for state in (eager, compiled):
+            lm.verify(state, tree)
+        lm.commit(eager, torch.tensor(path).int(), torch.tensor(lengths).int())
+        with caplog.at_level(logging.WARNING, "stree"):
+            lm.is_compiled = True  # its linear layers are not packed, and trees are scored as before
+            lm.commit(compiled, torch.tensor(path).int(), torch.tensor(lengths).int())
+            lm.is_compiled = False
+        assert lm.compile_s > 0 and compiled.lengths.tolist() == eager.lengths.tolist()
+        for one, other in zip(eager.stack_tensors, compiled.stack_tensors, strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=1e-5 * max(float(one.abs().max()), 1.0))
     assert not [record for record in caplog.records if record.name == "stree"]  # else they were not compiled
 
 
@@ -206,7 +227,7 @@ def test_a_model_that_cannot_be_traced_says_so_and_runs(caplog: pytest.LogCaptur
     lm.is_compiled = False
     assert torch.equal(logits, lm.verify(state, tree))
     assert [record.message.split(":")[0] for record in caplog.records] == [
-        "trees of several nodes are scored without compilation"
+        "trees of several nodes are run without compilation"
     ]
 
 
