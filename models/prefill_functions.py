@@ -184,11 +184,11 @@ def _routed(bound: BoundFunction) -> Callable[..., Any]:
     @functools.wraps(bound.torch_call)
     def call(*args: Any, **kwargs: Any) -> Any:
         device = next(one.device for one in (*args, *kwargs.values()) if isinstance(one, Tensor))
-        is_measured = _measured_device.get() is not None
-        if bound.name in SCANS and is_measured:
-            has_temporaries = not bound.serves(device)
-            return scan_without_values(bound.name, bound.torch_call, *args, has_temporaries=has_temporaries, **kwargs)
-        if bound.serves(device) and not is_measured:
+        measured = _measured_device.get()
+        if bound.name in SCANS and measured is not None:
+            scanned_on = None if bound.serves(device) else measured
+            return scan_without_values(bound.name, bound.torch_call, *args, has_temporaries_on=scanned_on, **kwargs)
+        if bound.serves(device) and measured is None:
             if bound.name == "causal_conv1d_fn":
                 args = (_aligned(args[0]), *args[1:])
             return bound.call(*args, **kwargs)

@@ -79,11 +79,11 @@ CALLS: dict[str, Callable[[int, int], tuple[str, Callable[..., Any], dict[str, A
 def test_published_layers_stay_within_the_bound(name: str) -> None:
     length = 256 if name == "mamba-2.8b" else 1024  # it is scanned token by token
     called, function, given = CALLS[name](8, length)
-    bound = bounded_scan.scan_bytes(called, function, **given)
+    most = bounded_scan.scan_bytes(called, function, torch.device("cuda"), **given)
     outputs = sum(tensor.nbytes for tensor in function(**given))
     assert peak_bytes(lambda: function(**given)) > 2 * MOST_BYTES
-    assert bound <= MOST_BYTES
-    assert 0.9 * bound < peak_bytes(lambda: run_in_slices(called, function, **given)) < 1.05 * bound + outputs
+    assert most <= MOST_BYTES
+    assert 0.9 * most < peak_bytes(lambda: run_in_slices(called, function, **given)) < 1.05 * most + outputs
 
 
 def test_one_token_of_eight_texts_is_bounded_too() -> None:
@@ -92,11 +92,16 @@ def test_one_token_of_eight_texts_is_bounded_too() -> None:
     assert peak_bytes(lambda: run_in_slices(called, function, **given)) < 1.1 * MOST_BYTES
 
 
+def test_a_scan_on_a_cpu_stays_in_its_cache() -> None:
+    called, function, given = mamba2_call(4, 512, (24, 64, 128, 1, 256))  # mamba2-130m
+    assert bounded_scan.scan_bytes(called, function, torch.device("cpu"), **given) <= bounded_scan.CACHED_BYTES
+
+
 @pytest.mark.parametrize("family", matrix(fast=("jamba", "qwen3_next")))
 def test_prefill_in_slices_is_the_models_own_forward(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounded_scan, "MOST_BYTES", 4096)
+    bound(monkeypatch, 4096)
     calls = counted(monkeypatch)
     decoding = Decoding(family_model(family, dtype), [70, 9, 33])
     assert decoding.prompt_error() < TOLERANCE[dtype]
@@ -105,7 +110,7 @@ def test_prefill_in_slices_is_the_models_own_forward(
 
 
 def test_chunks_of_fewer_tokens_give_the_same(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr(bounded_scan, "MOST_BYTES", 1)
+    bound(monkeypatch, 1)
     calls = counted(monkeypatch)
     decoding = Decoding(family_model("mamba2", dtype, chunk_size=64), [70, 70])
     assert decoding.prompt_error() < TOLERANCE[dtype]
@@ -113,9 +118,14 @@ def test_chunks_of_fewer_tokens_give_the_same(monkeypatch: pytest.MonkeyPatch, d
 
 
 def test_a_state_that_is_not_passed_on_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_scan, "MOST_BYTES", 1)
+    bound(monkeypatch, 1)
     counted(monkeypatch, initial_states=None)
     assert Decoding(family_model("mamba2"), [70]).prompt_error() > 100 * TOLERANCE[torch.float32]
+
+
+def bound(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    for name in ("MOST_BYTES", "CACHED_BYTES"):
+        monkeypatch.setattr(bounded_scan, name, num_bytes)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> list[int]:
