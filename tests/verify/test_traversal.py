@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.enumeration import EXACT, PLAIN, drafted_trees, every_outcome, expected_tokens, step_bias
-from helpers.outcomes import random_rows
-from helpers.table_models import TableModel
+from helpers.random_rows import random_rows
 from helpers.traversal_problems import weigh_parent_by_own_probs
 from torch import Tensor
 
 from stree.kernels.dispatch import as_on_device
 from stree.kernels.traversal.residuals import Residuals
+from stree.testing.enumeration import EXACT, PLAIN, drafted_trees, every_outcome, expected_tokens, step_bias
+from stree.testing.tables import TableModel
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs, accept
 

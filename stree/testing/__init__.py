@@ -1,0 +1,1 @@
+"""Checks of drafters, growths, verifiers and model families, for their authors."""
