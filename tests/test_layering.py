@@ -50,8 +50,14 @@ ALLOWED: dict[str, set[str]] = {
     "stree.cli": TOP | {"stree.bench", "stree.distill", "stree.integrations", "stree.serving", "stree.warming"},
     "stree.testing": LOOP,
     "stree.__main__": {"stree.cli"},
-    "stree": TOP | {
-        "stree.distill", "stree.heads", "stree.integrations", "stree.serving", "stree.testing", "stree.warming",
+    "stree": TOP
+    | {
+        "stree.distill",
+        "stree.heads",
+        "stree.integrations",
+        "stree.serving",
+        "stree.testing",
+        "stree.warming",
     },  # fmt: skip
 }
 OUTSIDE = {

@@ -19,7 +19,7 @@ from stree.growth.rsd import RSDC, RSDS
 from stree.growth.sequoia import Sequoia
 from stree.growth.specinfer import SpecInfer
 from stree.growth.static import Static
-from stree.growth.stops import Confidence, Stop
+from stree.growth.stops import Confidence, Stop, Stopped
 
 __all__ = [
     "RSDC",
@@ -44,6 +44,7 @@ __all__ = [
     "SpecInfer",
     "Static",
     "Stop",
+    "Stopped",
     "TargetInit",
     "choose_slots",
     "learns_alike",
