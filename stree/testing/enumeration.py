@@ -19,7 +19,7 @@ from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, Verifier, accep
 
 __all__ = [
     "EXACT", "PLAIN", "DraftedTrees", "drafted_trees", "drafts_of", "emitted_by", "every_outcome", "expected_tokens",
-    "joint_of_loop", "joint_of_steps", "step_bias", "strings_of", "total_variation",
+    "joint_of_loop", "joint_of_steps", "step_bias", "strings_of", "total_variation", "with_own_probs",
 ]  # fmt: skip
 
 EXACT = 1e-12  # total variation: sums in float64
@@ -49,9 +49,13 @@ class DraftedTrees:
 
 
 def drafted_trees(
-    draft: TableModel, parents: Sequence[int], sampling: Sampling, delta: dict[int, int] | None = None
+    draft: TableModel,
+    parents: Sequence[int],
+    sampling: Sampling,
+    delta: dict[int, int] | None = None,
+    kind: int = SAMPLED,
 ) -> DraftedTrees:
-    """Draw the nodes of a fixed shape in every possible way, siblings in order and without replacement.
+    """Draw the nodes of a fixed shape in every possible way, siblings in order.
 
     Args:
         draft: the draft model.
@@ -59,6 +63,7 @@ def drafted_trees(
         sampling: sampling of the draft.
         delta: tokens of the DELTA nodes by index. They come before their sampled siblings, which are drawn from the
             distribution without these tokens.
+        kind: SAMPLED (without replacement) or INDEPENDENT (with replacement) of the other nodes.
 
     Returns:
         Trees; a node beyond the support of its distribution is padding.
@@ -72,7 +77,7 @@ def drafted_trees(
             is_there = parent == 0 or found[parent] >= 0
             rest = draft_probs[tokens[parent]].clone()
             for earlier in range(1, node):
-                if found[earlier] == parent:
+                if found[earlier] == parent and kind == SAMPLED:
                     rest[tokens[earlier]] = 0
             if node in delta and is_there:
                 grown.append((weight, [*tokens, delta[node]], [*found, parent]))
@@ -85,9 +90,9 @@ def drafted_trees(
         rows = grown
     nodes = torch.tensor([row[1] for row in rows])
     found_parents = torch.tensor([row[2] for row in rows], dtype=torch.int32)
-    kind = torch.full_like(found_parents, SAMPLED, dtype=torch.int8)
-    kind[:, list(delta)] = DELTA
-    probs = DraftProbs(draft_probs[nodes], found_parents, kind)
+    kinds = torch.full_like(found_parents, kind, dtype=torch.int8)
+    kinds[:, list(delta)] = DELTA
+    probs = DraftProbs(draft_probs[nodes], found_parents, kinds)
     return DraftedTrees(nodes, found_parents, probs, torch.tensor([row[0] for row in rows], dtype=torch.float64))
 
 
@@ -99,7 +104,9 @@ def drafts_of(
     vocab: int,
     root: int = 0,
     seed: int = 0,
-    prompt: Sequence[int] | None = None,
+    *,
+    rows: int = 8192,
+    inspect: Callable[[Draft, Tensor], None] | None = None,
 ) -> DraftedTrees:
     """All trees that a drafter can propose below a root, by every outcome of every draw.
 
@@ -109,25 +116,30 @@ def drafts_of(
         budget: nodes of a tree, the root included.
         sampling: sampling of the draft.
         vocab: size of the vocabulary.
-        root: the pending token.
+        root: the pending token, and the only one of the text before it.
         seed: of the uniform numbers that a growth asks for beside its draws.
-        prompt: the text before the root; None for the root's own token.
+        rows: most sequences of a batch.
+        inspect: called with every draft and its roots.
     """
-    bound, text = None if growth is None else growth.bind(sampling), [root] if prompt is None else [*prompt]
+    bound = None if growth is None else growth.bind(sampling)
 
     def propose(rng: Random, cases: Tensor) -> Draft:
-        run = drafter.start(vocab, [text] * len(cases), rng)
-        return run.propose(torch.full((len(cases),), root), bound, budget)
+        run = drafter.start(vocab, [[root]] * len(cases), rng.at(torch.ones_like(cases)))
+        roots = torch.full_like(cases, root)
+        draft = run.propose(roots, bound, budget)
+        if inspect is not None:
+            inspect(draft, roots)
+        return draft
 
     found = []
-    for draft, _, weight in all_outcomes(propose, 1, seed=seed):
-        rows = (weight > 0).nonzero()[:, 0]
-        if len(rows):
-            found.append(_with_own_probs(draft, vocab, weight).select(rows))
+    for draft, _, weight in all_outcomes(propose, 1, rows=rows, seed=seed):
+        whole = (weight > 0).nonzero()[:, 0]
+        if len(whole):
+            found.append(with_own_probs(draft, vocab, weight).select(whole))
     return _united(found)
 
 
-def _with_own_probs(draft: Draft, vocab: int, weight: Tensor) -> DraftedTrees:
+def with_own_probs(draft: Draft, vocab: int, weight: Tensor) -> DraftedTrees:
     """Return the trees of a batch with the distribution of every node in its own row; zeros for what is not drawn."""
     tree, (batch, n) = draft.tree, draft.tree.tokens.shape
     place, own = torch.arange(n, dtype=torch.int32).expand(batch, -1), torch.zeros(batch, n, vocab, dtype=torch.float64)

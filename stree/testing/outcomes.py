@@ -18,11 +18,15 @@ from torch import Tensor
 
 from stree.sampling import Random
 
-__all__ = ["Numbers", "all_outcomes"]
+__all__ = ["NOTHING", "Numbers", "TooManyOutcomes", "all_outcomes"]
 
 NOTHING = 1e-15  # an interval that is empty but for rounding
 PURPOSES = ("target", "accept", "draft")
 T = TypeVar("T")
+
+
+class TooManyOutcomes(ValueError):
+    """There are more outcomes than can be run."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +192,7 @@ def all_outcomes(
         What the function returned, int64[batch] cases, and float64[batch] probabilities: 0 for a row that is run again.
 
     Raises:
-        ValueError: there are more outcomes.
+        TooManyOutcomes: a ValueError.
     """
     waiting, count = [Intervals.unknown(cases)], 0
     while waiting:
@@ -198,7 +202,7 @@ def all_outcomes(
             continue
         count += len(batch.cases)
         if count > most:
-            raise ValueError(f"there are more than {most} outcomes: take a smaller budget, depth or vocabulary")
+            raise TooManyOutcomes(f"there are more than {most} outcomes: take a smaller budget, depth or vocabulary")
         result = run(cast(Random, Numbers(batch, seed)), batch.cases)
         is_whole, parts = batch.split(rows)
         yield result, batch.cases, (batch.high - batch.low).prod(1) * is_whole
