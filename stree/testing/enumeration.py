@@ -24,6 +24,7 @@ __all__ = [
 
 EXACT = 1e-12  # total variation: sums in float64
 PLAIN = Sampling(1.0)
+MOST_DRAFTS = 200_000  # outcomes of the draws of one tree
 
 Verify = Callable[[TokenTree, Tensor, Random, DraftProbs | None], Acceptance]
 
@@ -132,7 +133,7 @@ def drafts_of(
         return draft
 
     found = []
-    for draft, _, weight in all_outcomes(propose, 1, rows=rows, seed=seed):
+    for draft, _, weight in all_outcomes(propose, 1, rows=rows, most=MOST_DRAFTS, seed=seed):
         whole = (weight > 0).nonzero()[:, 0]
         if len(whole):
             found.append(with_own_probs(draft, vocab, weight).select(whole))

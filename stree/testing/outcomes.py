@@ -201,7 +201,7 @@ def all_outcomes(
             waiting += [batch.rows(part) for part in torch.arange(len(batch.cases)).split(rows)]
             continue
         count += len(batch.cases)
-        if count > most:
+        if count + sum(len(other.cases) for other in waiting) > most:
             raise TooManyOutcomes(f"there are more than {most} outcomes: take a smaller budget, depth or vocabulary")
         result = run(cast(Random, Numbers(batch, seed)), batch.cases)
         is_whole, parts = batch.split(rows)

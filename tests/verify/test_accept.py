@@ -14,13 +14,13 @@ from stree.sampling import Random, Sampling
 from stree.testing.enumeration import EXACT, PLAIN, drafted_trees, every_outcome, step_bias
 from stree.testing.tables import TableModel
 from stree.tree import TokenTree
-from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
+from stree.verify import DELTA, SAMPLED, VERIFIERS, Acceptance, DraftProbs, accept
 
 CHAIN = [-1, 0, 1]
 BINARY = [-1, 0, 0, 1, 1]
 UNEVEN = [-1, 0, 0, 1, 3]
 
-VERIFIER = pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+VERIFIER = pytest.mark.parametrize("verifier", [name for name in VERIFIERS if name not in ("auto", "block")])
 
 
 @VERIFIER

@@ -13,6 +13,7 @@ import pytest
 
 from stree import growth as growths
 from stree.growth import Growth
+from stree.testing import check_growth
 from stree.testing.enumeration import (
     EXACT,
     PLAIN,
@@ -23,6 +24,7 @@ from stree.testing.enumeration import (
     total_variation,
 )
 from stree.testing.tables import PAIRS, table_drafter
+from stree.verify import VERIFIERS
 
 VOCAB, LENGTH, SEEDS = 4, 4, 12
 IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
@@ -42,11 +44,13 @@ GROWTHS: dict[str, tuple[Growth, int]] = {
     "eagle2": (growths.Eagle2(depth=2, beam=2), 4),
     "depth-stop": (growths.DepthStop(growths.DySpec(depth=2, ranks=2), threshold=-0.5, layers=None), 4),
     "decision-stop": (growths.DecisionStop(growths.Static([1, 2]), weights=[[[100.0, *[0.0] * 10, -60.0]]]), 4),
+    "stopped": (growths.Stopped(growths.Static([1, 2]), growths.Confidence(0.5)), 4),
 }
 # MATCH does not depend on how a tree was drawn, and its enumeration is slow.
 MATCHED = ("chain", "static", "calibrated")
-VERIFIERS = ("match", "rejection", "traversal", "block")
-WAYS = [way for way in itertools.product(GROWTHS, VERIFIERS) if way[1] != "block" or way[0] == "chain"]
+RULES = [name for name in VERIFIERS if name != "auto"]  # which is one of the others
+WAYS = [way for way in itertools.product(GROWTHS, RULES) if way[1] != "block" or way[0] == "chain"]
+CHECKED = [name if name == "stopped" else pytest.param(name, marks=pytest.mark.slow) for name in GROWTHS]
 QUICK = [way for way in WAYS if way[1] != "match" or way[0] in MATCHED]
 
 
@@ -84,6 +88,12 @@ def test_no_growth_is_left_out() -> None:
     policies = {one for one in public if isinstance(one, type) and hasattr(one, "plan") and hasattr(one, "bind")}
     policies -= {growths.Growth, growths.Limited, growths.TargetInit}  # TargetInit is lossy
     assert policies == {type(growth) for growth, _ in GROWTHS.values()}
+
+
+@pytest.mark.parametrize("name", CHECKED)
+def test_every_growth_passes_the_check_for_authors(name: str) -> None:
+    growth, budget = GROWTHS[name]
+    assert check_growth(growth, budget=budget, seeds=(0,)).worst < EXACT
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
