@@ -5,7 +5,7 @@ The terms (node, rank, slot, value, priority, column) are defined in ``stree.gro
 """
 
 from stree.growth.acceptance_model import AcceptanceModel, KeptSlots, Proposal, Slots
-from stree.growth.base import Growth, Limited, learns_alike
+from stree.growth.base import BaseGrowth, Growth, Limited, learns_alike
 from stree.growth.calibrated import Calibrated
 from stree.growth.chain import Chain
 from stree.growth.depth_stop import DepthStop
@@ -25,6 +25,7 @@ __all__ = [
     "RSDC",
     "RSDS",
     "AcceptanceModel",
+    "BaseGrowth",
     "Calibrated",
     "Chain",
     "Confidence",

@@ -5,11 +5,12 @@ Every check enumerates in float64 what can happen over a small vocabulary, so it
 """
 
 from stree.testing.drafting import check_drafter, check_growth
+from stree.testing.family import check_family
 from stree.testing.report import CheckFailed, Report
 from stree.testing.tables import TableLM, TableModel, table_drafter
 from stree.testing.verifiers import check_verifier
 
 __all__ = [
-    "CheckFailed", "Report", "TableLM", "TableModel", "check_drafter", "check_growth", "check_verifier",
-    "table_drafter",
+    "CheckFailed", "Report", "TableLM", "TableModel", "check_drafter", "check_family", "check_growth",
+    "check_verifier", "table_drafter",
 ]  # fmt: skip

@@ -53,9 +53,11 @@ class PlainTree:
 
 def plain_trees(trees: DraftedTrees) -> Iterator[PlainTree]:
     """Return trees one by one."""
-    parts = trees.tokens, trees.parents, trees.probs.kind, trees.probs.probs, trees.weight
-    for tokens, parents, kinds, stated, weight in zip(*(part.tolist() for part in parts), strict=True):
-        yield PlainTree(tokens, parents, kinds, stated, weight)
+    row = trees.probs.row.long().clamp(min=0, max=trees.probs.probs.shape[1] - 1)
+    stated = trees.probs.probs.take_along_dim(row[..., None], 1)
+    parts = trees.tokens, trees.parents, trees.probs.kind, stated, trees.weight
+    for fields in zip(*(part.tolist() for part in parts), strict=True):
+        yield PlainTree(*fields)
 
 
 def by_rejection(tree: PlainTree, target: list[Probs], node: int = 0) -> Emitted:

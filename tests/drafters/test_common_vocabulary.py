@@ -22,8 +22,9 @@ from stree.bench.pair import Pair
 from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter, load
 from stree.growth import Chain, DySpec, Growth
 from stree.sampling import Sampling
-from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, joint_of_steps, strings_of, total_variation
+from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, strings_of, total_variation
 from stree.testing.tables import TableLM, TableModel
+from stree.testing.texts import joint_of_steps
 from stree.verify import DraftProbs
 
 SIZES = [80, VOCAB + 31]

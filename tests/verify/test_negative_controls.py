@@ -21,18 +21,9 @@ from stree.drafters.target_init import TargetInitDrafter
 from stree.growth import RSDS, AcceptanceModel, Chain, DySpec, Growth, Plan, Static, TargetInit
 from stree.growth.acceptance_model import PathProbability
 from stree.sampling import Random, Sampling
-from stree.testing.enumeration import (
-    EXACT,
-    PLAIN,
-    DraftedTrees,
-    drafts_of,
-    every_outcome,
-    joint_of_loop,
-    joint_of_steps,
-    strings_of,
-    total_variation,
-)
+from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, every_outcome, strings_of, total_variation
 from stree.testing.tables import TableModel, table_drafter
+from stree.testing.texts import joint_of_loop, joint_of_steps
 from stree.tree import TokenTree
 from stree.verify import LONGEST, SAMPLED, Acceptance, DraftProbs, accept
 
