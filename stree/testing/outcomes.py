@@ -1,9 +1,9 @@
 """Random numbers of which every outcome is run, so that sums over outcomes are exact and nothing is sampled.
 
 Each number, given by its key (purpose, position, node), is known to lie in an interval, and the middle of the interval
-answers.  An answer that would differ within the interval cuts it: the row is run again once for every part, until no
-interval is cut.  The lengths of the intervals multiply to the probability of a row.  A key that is asked twice is one
-number, as it is of ``stree.Random``, so numbers that serve twice by mistake show in the sums.
+answers.  An answer that would differ within the interval cuts it: the row keeps the part around the middle, and is run
+again once for every other part.  The lengths of the intervals multiply to the probability of a row.  A key that is
+asked twice is one number, as it is of ``stree.Random``, so numbers that serve twice by mistake show in the sums.
 """
 
 from __future__ import annotations
@@ -65,41 +65,57 @@ class Intervals:
         """Return some rows, of which nothing was asked yet."""
         return Intervals(self.cases[rows], dict(self.columns), self.low[rows], self.high[rows])
 
-    def split(self, most_rows: int) -> tuple[Tensor, list[Intervals]]:
-        """Split the rows in which an answer depends on where in its interval a number lies.
-
-        Only the first such question of a row is split: what was asked later may follow from its answer.
+    def split(self, most_rows: int) -> tuple[Tensor, Intervals]:
+        """Narrow the intervals to what the answers of a run hold for.
 
         Returns:
-            bool[batch], the rows that are not split; the parts of the others.
+            float64[batch], the probability of each row's answers; 0 where they hold for nothing; the other parts of the
+            intervals, which have to be run.
         """
-        is_whole, parts = torch.ones(len(self.cases), dtype=torch.bool), []
-        for call in self.calls:
+        middle, narrow = (self.low + self.high) / 2, self.rows(torch.arange(len(self.cases)))
+        parts = [narrow.rows(torch.zeros(0, dtype=torch.long))]
+        is_valid = torch.ones(len(self.cases), dtype=torch.bool)
+        for call in self.calls:  # what was asked later may follow from these answers
             cuts = {column: torch.cat([cut for other, cut in call if other == column], 1) for column, _ in call}
-            is_cut = torch.stack([self._is_inside(column, cut).any(1) for column, cut in cuts.items()]).any(0)
-            here = is_whole & is_cut
-            is_whole &= ~is_cut
-            if bool(here.any()):
-                rows = here.nonzero()[:, 0]
-                parts.append(self.rows(rows)._parts({column: cut[rows] for column, cut in cuts.items()}, most_rows))
-        return is_whole, parts
+            is_cut = torch.stack([narrow._is_inside(column, cut).any(1) for column, cut in cuts.items()]).any(0)
+            rows = (is_valid & is_cut).nonzero()[:, 0]
+            if not len(rows):
+                continue
+            cells, origin, is_own = narrow.rows(rows)._cells(
+                {column: cut[rows] for column, cut in cuts.items()}, middle[rows], most_rows
+            )
+            parts.append(cells.rows((~is_own).nonzero()[:, 0]))
+            kept = rows[origin[is_own]]
+            is_valid[rows] = False
+            is_valid[kept] = True
+            narrow.low[kept], narrow.high[kept] = cells.low[is_own], cells.high[is_own]
+        cases, low, high = (torch.cat([getattr(part, name) for part in parts]) for name in ("cases", "low", "high"))
+        return (narrow.high - narrow.low).prod(1) * is_valid, Intervals(cases, dict(self.columns), low, high)
 
     def _is_inside(self, column: int, cuts: Tensor) -> Tensor:
         low, high = self.low[:, column, None], self.high[:, column, None]
         return (cuts > low + NOTHING) & (cuts < high - NOTHING)
 
-    def _parts(self, cuts: dict[int, Tensor], most_rows: int) -> Intervals:
-        """Cut the intervals of some columns; the last columns stay whole where there are too many rows."""
-        parts, origin = self, torch.arange(len(self.cases))
+    def _cells(self, cuts: dict[int, Tensor], middle: Tensor, most_rows: int) -> tuple[Intervals, Tensor, Tensor]:
+        """Cut the intervals of some columns.
+
+        Returns:
+            The cells; the row that each comes from; whether it is the one around the middles.  Where there are too many
+            the last columns stay whole, and no cell is.
+        """
+        cells, origin = self, torch.arange(len(self.cases))
+        is_own = torch.ones_like(origin, dtype=torch.bool)
         for column, all_cuts in cuts.items():
             if len(origin) > most_rows:
-                break
-            low, high = parts.low[:, column, None], parts.high[:, column, None]
+                return cells, origin, torch.zeros_like(is_own)
+            low, high = cells.low[:, column, None], cells.high[:, column, None]
             bounds = torch.cat([low, all_cuts[origin].clamp(low, high), high], 1).sort(1).values
             row, place = (bounds.diff(dim=1) > NOTHING).nonzero(as_tuple=True)
-            parts, origin = parts.rows(row), origin[row]
-            parts.low[:, column], parts.high[:, column] = bounds[row, place], bounds[row, place + 1]
-        return parts
+            cells, origin, is_own = cells.rows(row), origin[row], is_own[row]
+            low, high, own = bounds[row, place], bounds[row, place + 1], middle[origin, column]
+            cells.low[:, column], cells.high[:, column] = low, high
+            is_own &= (low <= own) & (own < high)
+        return cells, origin, is_own
 
 
 class Numbers:
@@ -189,7 +205,7 @@ def all_outcomes(
         seed: of the numbers that are not enumerated (``Numbers.uniform``).
 
     Yields:
-        What the function returned, int64[batch] cases, and float64[batch] probabilities: 0 for a row that is run again.
+        What the function returned, int64[batch] cases, and float64[batch] probabilities.
 
     Raises:
         TooManyOutcomes: a ValueError.
@@ -204,6 +220,6 @@ def all_outcomes(
         if count + sum(len(other.cases) for other in waiting) > most:
             raise TooManyOutcomes(f"there are more than {most} outcomes: take a smaller budget, depth or vocabulary")
         result = run(cast(Random, Numbers(batch, seed)), batch.cases)
-        is_whole, parts = batch.split(rows)
-        yield result, batch.cases, (batch.high - batch.low).prod(1) * is_whole
-        waiting += parts
+        weight, others = batch.split(rows)
+        yield result, batch.cases, weight
+        waiting += [others] if len(others.cases) else []
