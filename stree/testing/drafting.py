@@ -9,10 +9,11 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from stree.checks import check_object
 from stree.drafters import Draft, Drafter
 from stree.growth import Chain, Growth, Static
 from stree.sampling import Random, Sampling
-from stree.testing.enumeration import PLAIN, drafts_of, with_own_probs
+from stree.testing.enumeration import DRAFTS, PLAIN, drafts_of, with_own_probs
 from stree.testing.laws import drawn_problem, emitted_problem
 from stree.testing.outcomes import TooManyOutcomes, all_outcomes
 from stree.testing.reference_rules import RULES, PlainTree, plain_trees
@@ -118,7 +119,9 @@ class Drafting:
             inspect, trees = Inspection(self.name, budget, self.vocab), list[tuple[PlainTree, Hashable]]()
             steps = self._two_steps(budget, inspect, accepts_child=accepts_child)
             try:
-                for (first, second), _, weight in all_outcomes(steps, 1, rows=self.rows, most=MOST_TWICE):
+                for (first, second), _, weight in all_outcomes(
+                    steps, 1, rows=self.rows, most=MOST_TWICE, purposes=DRAFTS
+                ):
                     whole = (weight > 0).nonzero()[:, 0]
                     given = torch.cat([first.tree.tokens, first.tree.parents], 1)[whole].tolist()
                     own = with_own_probs(second, self.vocab, weight).select(whole)
@@ -177,8 +180,10 @@ def check_growth(
 
     Raises:
         CheckFailed: the growth is not lossless; the message says where.
+        TypeError: no growth.
         ValueError: no tree fits the budget, or there are too many outcomes: take a smaller budget, depth or vocabulary.
     """
+    check_object("growth", growth, "bind", "stree.growth.Chain(4)")
     sizes = _sizes(growth.bind(sampling), budget)
     name, worst, cases, notes = f"growth {type(growth).__name__}", 0.0, 0, tuple[str, ...]()
     for (kind, make), seed in product(PAIRS.items(), seeds):
@@ -235,9 +240,11 @@ def check_drafter(
 
     Raises:
         CheckFailed: the drafter is not lossless, or drafts no tree; the message says what and where.
+        TypeError: no drafter.
         ValueError: the vocabulary is not known or too large, or there are too many outcomes.
         NotImplementedError: a drafter that reads a target's hidden states.
     """
+    check_object("drafter", drafter, "hidden_layers", "stree.drafters.SuffixDrafter()")
     if drafter.hidden_layers is not None:
         raise NotImplementedError(f"{type(drafter).__name__} reads hidden states; check_drafter runs no target")
     vocab = vocab_size or next((model.vocab_size for model in drafter.models), None)

@@ -25,6 +25,7 @@ __all__ = [
 EXACT = 1e-12  # total variation: sums in float64
 PLAIN = Sampling(1.0)
 MOST_DRAFTS = 200_000  # outcomes of the draws of one tree
+DRAFTS = ("draft",)  # purpose of a drafter's numbers
 
 Verify = Callable[[TokenTree, Tensor, Random, DraftProbs | None], Acceptance]
 
@@ -133,7 +134,7 @@ def drafts_of(
         return draft
 
     found = []
-    for draft, _, weight in all_outcomes(propose, 1, rows=rows, most=MOST_DRAFTS, seed=seed):
+    for draft, _, weight in all_outcomes(propose, 1, rows=rows, most=MOST_DRAFTS, seed=seed, purposes=DRAFTS):
         whole = (weight > 0).nonzero()[:, 0]
         if len(whole):
             found.append(with_own_probs(draft, vocab, weight).select(whole))
@@ -202,7 +203,7 @@ def every_outcome(
             chunk.tree, logits, sampling, rng, None if verifier == "match" else chunk.probs, verifier
         )
 
-    for (tokens, accepted), cases, weight in all_outcomes(run, len(trees.weight)):
+    for (tokens, accepted), cases, weight in all_outcomes(run, len(trees.weight), purposes=("target", "accept")):
         yield tokens, accepted, weight * trees.weight[cases]
 
 

@@ -11,13 +11,15 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from stree.testing.enumeration import PLAIN, DraftedTrees, total_variation
-from stree.testing.outcomes import NOTHING
 from stree.testing.reference_rules import RULES, PlainTree, plain_trees
 from stree.testing.report import compared, joint_of, table_of
 from stree.testing.tables import TableModel, exact_probs
 from stree.verify import DELTA
 
 __all__ = ["drawn_problem", "emitted_problem"]
+
+ROUNDING = 1e-6  # of stated distributions, which may be float32
+UNLIKELY = 1e-6  # probability of a context below which its distribution is known less well
 
 
 @dataclass(slots=True)
@@ -37,6 +39,28 @@ class Seen:
     drawn: list[float] = field(default_factory=list)
 
 
+class Distributions:
+    """Numbers of distributions; those that differ by rounding have one number."""
+
+    def __init__(self) -> None:
+        self._different: list[list[float]] = []
+        self._numbers: dict[tuple[float, ...], int] = {}
+
+    def number(self, probs: list[float]) -> int:
+        """Return the number of a distribution."""
+        key = tuple(probs)
+        if key not in self._numbers:
+            alike = (
+                number
+                for number, other in enumerate(self._different)
+                if max(abs(a - b) for a, b in zip(probs, other, strict=True)) < ROUNDING
+            )
+            self._numbers[key] = next(alike, len(self._different))
+            if self._numbers[key] == len(self._different):
+                self._different.append(probs)
+        return self._numbers[key]
+
+
 def drawn_problem(trees: Iterable[tuple[PlainTree, Hashable]], tolerance: float) -> tuple[float, str]:
     """Compare the distributions of drawn tokens with the stated ones: the largest distance, and where it is.
 
@@ -44,11 +68,11 @@ def drawn_problem(trees: Iterable[tuple[PlainTree, Hashable]], tolerance: float)
         trees: all trees, each with what else is given, such as the tree of the step before.
         tolerance: distance that is not described.
     """
-    contexts: dict[Hashable, Seen] = {}
+    contexts, stated = dict[Hashable, Seen](), Distributions()
     for tree, given in trees:
         for node in range(1, len(tree.tokens)):
             if tree.parents[node] >= 0 and tree.kinds[node] != DELTA:
-                key, seen = _context(tree, node)
+                key, seen = _context(tree, node, stated)
                 entry = contexts.setdefault((given, key), seen)
                 entry.drawn = entry.drawn or [0.0] * len(entry.stated)
                 entry.drawn[tree.tokens[node]] += tree.weight
@@ -56,8 +80,8 @@ def drawn_problem(trees: Iterable[tuple[PlainTree, Hashable]], tolerance: float)
     for seen in contexts.values():
         total = sum(seen.drawn)
         drawn = [weight / total for weight in seen.drawn]
-        # What rounding leaves of an unlikely context says nothing.
-        apart = sum(abs(a - b) for a, b in zip(drawn, seen.stated, strict=True)) / 2 if total > NOTHING else 0.0
+        apart = sum(abs(a - b) for a, b in zip(drawn, seen.stated, strict=True)) / 2
+        apart *= min(1.0, total / UNLIKELY)  # rounding is a large part of an unlikely context
         if apart > worst:
             rows = [(str(token), *pair) for token, pair in enumerate(zip(drawn, seen.stated, strict=True))]
             worst, where = apart, _described(seen, rows) if apart > tolerance else ""
@@ -74,7 +98,7 @@ def _described(seen: Seen, rows: list[tuple[str, float, float]]) -> str:
     )
 
 
-def _context(tree: PlainTree, node: int) -> tuple[Hashable, Seen]:
+def _context(tree: PlainTree, node: int, stated: Distributions) -> tuple[Hashable, Seen]:
     """What is read before a node is tested, and what its token must be drawn from."""
     path = [node]
     while tree.parents[path[0]] > 0:
@@ -83,15 +107,11 @@ def _context(tree: PlainTree, node: int) -> tuple[Hashable, Seen]:
     siblings: list[int] = []
     for step in path:
         siblings = [child for child in tree.children(tree.parents[step]) if child < step]
-        key += [(tree.tokens[child], *_look(tree, child)) for child in siblings]
-        key.append((_look(tree, step), None if step == node else tree.tokens[step]))
+        key += [(tree.tokens[child], tree.kinds[child], stated.number(tree.stated[child])) for child in siblings]
+        look = tree.kinds[step], stated.number(tree.stated[step])
+        key.append((look, None if step == node else tree.tokens[step]))
     above = [tree.tokens[0], *(tree.tokens[step] for step in path[:-1])]
     return tuple(key), Seen(above, [tree.tokens[child] for child in siblings], tree.drawn_from(node))
-
-
-def _look(tree: PlainTree, node: int) -> tuple[Hashable, ...]:
-    """Kind and stated distribution of a node, but for rounding."""
-    return tree.kinds[node], *(round(prob, 7) for prob in tree.stated[node])
 
 
 def emitted_problem(

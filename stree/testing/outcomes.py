@@ -9,7 +9,7 @@ asked twice is one number, as it is of ``stree.Random``, so numbers that serve t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stree.sampling import Random
+from stree.testing.report import CheckFailed
 
 __all__ = ["NOTHING", "Numbers", "TooManyOutcomes", "all_outcomes"]
 
@@ -124,10 +125,11 @@ class Numbers:
     Args:
         intervals: of the rows.
         seed: of the numbers that ``uniform`` returns.
+        purposes: of the numbers that may be drawn.
     """
 
-    def __init__(self, intervals: Intervals, seed: int = 0) -> None:
-        self._intervals, self._seed = intervals, seed
+    def __init__(self, intervals: Intervals, seed: int = 0, purposes: Sequence[str] = PURPOSES) -> None:
+        self._intervals, self._seed, self._purposes = intervals, seed, purposes
         self._rows = torch.arange(len(intervals.cases))
         self.positions = torch.zeros_like(self._rows)
 
@@ -147,10 +149,10 @@ class Numbers:
         """Return fixed numbers by position and node, for growths whose priorities are drawn.
 
         Raises:
-            AssertionError: numbers for verification, of which every outcome has to be run.
+            CheckFailed: numbers for verification, of which every outcome has to be run.
         """
         if purpose != "draft":
-            raise AssertionError(f"{purpose} numbers must be drawn by rng.choice or rng.bernoulli to be enumerated")
+            raise CheckFailed(f"{purpose} numbers must be drawn by rng.choice or rng.bernoulli to be enumerated")
         position, number = self._place(offset, node)
         word = (number + 31 * position + 1) * 2654435761 % 2**32
         return (word.double() / 2**32 + self._seed * 0.3819660113) % 1.0
@@ -174,6 +176,9 @@ class Numbers:
 
     def _number(self, purpose: str, offset: Tensor, node: Tensor | int, cuts: Tensor) -> Tensor:
         """Answer with the middles of intervals, float64[batch, ...], and note [batch, ..., c] where answers change."""
+        if purpose not in self._purposes:
+            known = " or ".join(map(repr, self._purposes))
+            raise CheckFailed(f"numbers must be drawn for {known}, got {purpose!r}, which are numbers of another part")
         position, number = self._place(offset, node)
         keys = ((PURPOSES.index(purpose) << 20) + position << 40) + number
         keys, shape = keys.expand(cuts.shape[:-1]).flatten(1) if cuts.dim() > 2 else keys[:, None], cuts.shape[:-1]
@@ -193,7 +198,13 @@ class Numbers:
 
 
 def all_outcomes(
-    run: Callable[[Random, Tensor], T], cases: int, *, rows: int = 8192, most: int = 4_000_000, seed: int = 0
+    run: Callable[[Random, Tensor], T],
+    cases: int,
+    *,
+    rows: int = 8192,
+    most: int = 4_000_000,
+    seed: int = 0,
+    purposes: Sequence[str] = PURPOSES,
 ) -> Iterator[tuple[T, Tensor, Tensor]]:
     """Run a function with every outcome of its random numbers.
 
@@ -203,6 +214,7 @@ def all_outcomes(
         rows: most rows of a batch.
         most: rows after which the function is given up.
         seed: of the numbers that are not enumerated (``Numbers.uniform``).
+        purposes: of the numbers that may be drawn.
 
     Yields:
         What the function returned, int64[batch] cases, and float64[batch] probabilities.
@@ -219,7 +231,7 @@ def all_outcomes(
         count += len(batch.cases)
         if count + sum(len(other.cases) for other in waiting) > most:
             raise TooManyOutcomes(f"there are more than {most} outcomes: take a smaller budget, depth or vocabulary")
-        result = run(cast(Random, Numbers(batch, seed)), batch.cases)
+        result = run(cast(Random, Numbers(batch, seed, purposes)), batch.cases)
         weight, others = batch.split(rows)
         yield result, batch.cases, weight
         waiting += [others] if len(others.cases) else []

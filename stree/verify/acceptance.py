@@ -155,8 +155,8 @@ def accept(
     if rule is None:
         return longest(tree, target_logits, sampling, rng, draft, max_depth)
     accepted = rule(tree, target_logits, sampling, rng, draft, max_depth)
-    if not isinstance(verifier, str):
-        _check_accepted(accepted, name_of(verifier), len(tree.tokens))
+    if not isinstance(rule, Match):  # of another author
+        _check_accepted(accepted, type(rule).__name__, len(tree.tokens))
     return accepted
 
 

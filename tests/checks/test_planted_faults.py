@@ -40,7 +40,7 @@ class TableRun(DraftRun):
         rng = self.rng if self.fault == "numbers of the first step" else self.rng.at(self.lengths)
         zero, tokens = torch.zeros_like(pending), [pending]
         for node in range(2):
-            tokens.append(rng.choice("draft", drawn, zero, node))
+            tokens.append(rng.choice("target" if self.fault == "numbers of the target" else "draft", drawn, zero, node))
             if self.fault != "with replacement":
                 drawn = drawn.scatter(1, tokens[-1][:, None], 0.0)
         parents = torch.tensor([[-1, 0, 0]], dtype=torch.int32).repeat(len(pending), 1)
@@ -60,6 +60,7 @@ DRAFTER_FAULTS = {
     "with replacement": r"behind the siblings \[\d\], is not drawn",
     "numbers of the first step": r"second step, .* accepted\):\nthe child below the path \[1\]",
     "numbers of torch": "is not drawn from the distribution that is stated",
+    "numbers of the target": "numbers must be drawn for 'draft', got 'target', which are numbers of another part",
     "depth": "must draft no node deeper than max_depth, 0",
 }
 
