@@ -231,7 +231,7 @@ def check_drafter(
     Args:
         drafter: what is checked.  It draws by ``rng.choice("draft", probs, offset, node)``, and its model, if it has
             one, has a small vocabulary, such as ``stree.testing.TableLM``.
-        vocab_size: tokens; None for those of its model.
+        vocab_size: tokens; None for those of its model, and 3 where it has none.
         growth: of its trees; None for a chain and for siblings where it uses a growth at all.
         budget: most nodes of a tree, root included.
         sampling: of the draft, not greedy.
@@ -241,15 +241,15 @@ def check_drafter(
     Raises:
         CheckFailed: the drafter is not lossless, or drafts no tree; the message says what and where.
         TypeError: no drafter.
-        ValueError: the vocabulary is not known or too large, or there are too many outcomes.
+        ValueError: the vocabulary is too large, or there are too many outcomes.
         NotImplementedError: a drafter that reads a target's hidden states.
     """
     check_object("drafter", drafter, "hidden_layers", "stree.drafters.SuffixDrafter()")
     if drafter.hidden_layers is not None:
         raise NotImplementedError(f"{type(drafter).__name__} reads hidden states; check_drafter runs no target")
-    vocab = vocab_size or next((model.vocab_size for model in drafter.models), None)
-    if vocab is None or not 2 <= vocab <= MOST_TOKENS:
-        raise ValueError(f"enumeration takes a vocabulary of 2 to {MOST_TOKENS} tokens, got vocab_size {vocab}")
+    vocab = vocab_size or next((model.vocab_size for model in drafter.models), 3)
+    if not 2 <= vocab <= MOST_TOKENS:
+        raise ValueError(f"enumeration takes a vocabulary of 2 to {MOST_TOKENS} tokens, got {vocab}")
     shapes: list[Growth | None] = [growth]
     if growth is None and drafter.uses_growth:
         shapes = [Chain(2), Static([2])] if budget > 2 else [Chain(1)]

@@ -41,19 +41,22 @@ def check_family(model: Any, *, seed: int = 0) -> Report:
     ``release`` returns.
 
     Args:
-        model: a transformers model of the family, small, on a CPU, in float32 or float64.  Its config mixes all kinds
-            of layers.  Weights of the usual initialisation forget a state within a few tokens, which hides errors:
-            multiply matrices by three or so.
+        model: a transformers model of the family, or a TreeLM, small, on a CPU, in float32 or float64.  Its config
+            mixes all kinds of layers.  With weights of the usual initialisation a state is forgotten within a few
+            tokens, which hides errors: multiply matrices by three or so.
         seed: of texts and trees.
 
     Raises:
         CheckFailed: some logits differ; the message lists every comparison.
+        TypeError: no model.
         NotImplementedError: the family has no row in the table of families, or a layer is none that is known.
         ValueError: a model of another dtype or device, or in training mode.
     """
+    if isinstance(model, TreeLM):
+        model = copy.deepcopy(model).release()
     weight = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
-    if weight is None or isinstance(model, TreeLM):
-        raise TypeError(f"model must be a transformers model that is not patched, got {type(model).__name__}")
+    if weight is None:
+        raise TypeError(f"model must be a transformers model or a TreeLM of one, got {type(model).__name__}")
     if weight.dtype not in BOUNDS or weight.device.type != "cpu" or model.training:
         found = f"{weight.dtype} on {weight.device}{', in training mode' * model.training}"
         raise ValueError(f"the check takes a model in eval mode on a CPU in float32 or float64, got {found}")

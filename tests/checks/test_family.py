@@ -24,9 +24,10 @@ def test_every_family_passes(family: str) -> None:
 
 def test_the_model_that_is_checked_stays_as_it_was() -> None:
     model, text = tiny_model("bamba"), torch.tensor([[5, 6, 7]])
-    before = model(text).logits
-    check_family(model)
+    lm, before = patched(model), model(text).logits
+    assert check_family(model).worst == check_family(lm).worst
     assert torch.equal(model(text).logits, before)
+    assert lm.prefill(lm.new_state(1), text).shape == (1, lm.vocab_size)
 
 
 def as_chain(lm: TreeLM, state: DecodeState, tree: TokenTree, **options: Any) -> Any:
@@ -65,8 +66,7 @@ def test_a_wrong_adapter_is_found(method: str, fault: Any, message: str, monkeyp
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
-    model: Any = patched(tiny_model("mamba2"))
-    with pytest.raises(TypeError, match="model must be a transformers model that is not patched, got TreeLM"):
-        check_family(model)
+    with pytest.raises(TypeError, match="model must be a transformers model or a TreeLM of one, got str"):
+        check_family("mamba2")
     with pytest.raises(ValueError, match="in float32 or float64, got torch.bfloat16 on cpu"):
         check_family(tiny_model("mamba2", torch.bfloat16))
