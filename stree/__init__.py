@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stree import distill, drafters, growth, heads
+    from stree import distill, drafters, growth, heads, testing, verify
     from stree.generation import Generation, GenerationError, GenerationInterrupted, TokenStream, generate, stream
     from stree.integrations.transformers import custom_generate
     from stree.models.tree_lm import TreeLM
@@ -38,6 +38,8 @@ __all__ = [
     "growth",
     "heads",
     "stream",
+    "testing",
+    "verify",
     "warm_up",
 ]
 
@@ -70,7 +72,7 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("stree")
-    if name in ("distill", "drafters", "growth", "heads"):
+    if name in ("distill", "drafters", "growth", "heads", "testing", "verify"):
         return importlib.import_module(f"stree.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'stree' has no attribute {name!r}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stree.decode.batching import batch_for
+from stree.decode.claims import losslessness
 from stree.decode.failures import GenerationError, GenerationInterrupted, failures_with_output
 from stree.decode.logits_processors import LogitsProcessor
 from stree.decode.loop import DecodeLoop
@@ -25,6 +26,7 @@ from stree.drafters import Drafter
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
+from stree.verify import Verifier, name_of
 
 __all__ = [
     "Generation", "GenerationError", "GenerationInterrupted", "Streamer", "TokenStream", "generate", "run", "stream",
@@ -41,7 +43,7 @@ def generate(
     *,
     growth: Growth | str | None = None,
     budget: int | str | None = None,
-    verifier: str = "auto",
+    verifier: str | Verifier = "auto",
     overlap: bool = False,
     sampling: Sampling | Sequence[Sampling] | None = None,
     repetition_penalty: float | Sequence[float] = 1.0,
@@ -87,7 +89,8 @@ def generate(
             MATCH do not depend on it; sampled text of a draft model does, and so on timing and on the prompts that
             share its batch, where under a number a seed names a text.  None: 16 for one sequence with a draft model,
             else "auto".
-        verifier: "auto", "match", "rejection", "traversal" or "block"; see ``stree.accept``.
+        verifier: "auto", "match", "rejection", "traversal" or "block", see ``stree.accept``; or a rule of your own, an
+            object derived from ``stree.verify.Verifier``, with which steps are not captured.
         overlap: draft the next tree while the target verifies, below the path that is likeliest to be accepted, and use
             it if that one was: in a thread, on CUDA in a second stream.  For draft models, without logits processors;
             steps are not captured.  See docs/choosing.md for where it pays.
@@ -125,7 +128,7 @@ def generate(
 
     Returns:
         Sequences, log probabilities, and statistics, which say under "lossless" whether the text has the target's
-        distribution.
+        distribution: "claimed" where a drafter, growth or verifier of another author took part.
 
     Raises:
         ValueError: an argument outside its range, which the message names, or states that memory cannot hold.
@@ -255,7 +258,7 @@ def _decode(settings: Settings, batch: Batch) -> Generator[DecodeLoop, None, Gen
     loop = DecodeLoop(settings, batch, Sequences(cancelled), step_cache)
     loop.reported = {
         "growth": str(policy.growth) if drafter.uses_growth and policy.growth is not None else None, "budget": budget,
-        "verifier": settings.verifier, "lossless": drafter.is_lossless,
+        "verifier": name_of(settings.verifier), "lossless": losslessness(drafter, policy.growth, settings.rule),
     }  # fmt: skip
     key = None if step_cache is None else loop.key(policy, batch.max_batch)
     extent = loop.extent(policy)

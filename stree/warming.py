@@ -20,6 +20,7 @@ from stree.generation import GenerationError, run
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
+from stree.verify import Verifier
 
 __all__ = ["ALL_BATCHES", "compile_steps", "warm_up"]
 
@@ -38,7 +39,7 @@ def warm_up(
     budgets: Sequence[int | str] = ("auto",),
     batch_sizes: Sequence[int] = (1,),
     sampling: Sampling | None = None,
-    verifier: str = "auto",
+    verifier: str | Verifier = "auto",
     stop_token_ids: Iterable[int] | None = None,
     ignore_eos: bool = False,
     prompt: Sequence[int] = (1,),
@@ -94,7 +95,7 @@ def compile_steps(
     *,
     growth: Growth | str | None = None,
     budget: int | str | None = None,
-    verifier: str = "auto",
+    verifier: str | Verifier = "auto",
     batches: Iterable[Sequence[Sampling]] = ((GREEDY,),),
 ) -> float:
     """Generate a few tokens that are discarded, so that what a step compiles or loads at first use is ready.

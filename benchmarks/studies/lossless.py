@@ -31,6 +31,7 @@ from stree.drafters import Drafter, FusedDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import Growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
+from stree.verify import VERIFIERS
 
 ALPHA = 1e-6  # false alarms a test; seeds are fixed, so it passes always or never
 SAMPLES = 70_000
@@ -39,7 +40,7 @@ VOCAB = 4
 COUNTED = 3  # consecutive tokens, after the one that prefill gives
 PROMPT = [1, 2]
 TEMPERATURES = (0.6, 1.0)
-VERIFIERS = ("match", "rejection", "traversal", "block")
+RULES = [name for name in VERIFIERS if name != "auto"]
 
 # drafter, growth and budget of every way to draft
 WAYS: dict[str, tuple[str, Growth | None, int]] = {
@@ -135,7 +136,7 @@ def sampled_counts(
 
 def pairs() -> Iterator[tuple[str, str]]:
     """List every way to draft with every verifier that takes its trees."""
-    for name, verifier in itertools.product(WAYS, VERIFIERS):
+    for name, verifier in itertools.product(WAYS, RULES):
         if verifier != "block" or name.startswith("chain"):
             yield name, verifier
 

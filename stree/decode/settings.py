@@ -8,13 +8,15 @@ from pathlib import Path
 
 from stree.budget.policy import BudgetPolicy
 from stree.checks import check_object, check_sizes
+from stree.decode.claims import is_own
 from stree.decode.request import Batch
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter, check_vocabulary, load
 from stree.drafters.overlapped import OverlappedDrafter
 from stree.drafters.target_init import drafter_and_verifier
 from stree.growth import Growth, parse_growth
 from stree.models.tree_lm import TreeLM
-from stree.verify import LONGEST, VERIFIERS
+from stree.sampling import Sampling
+from stree.verify import LONGEST, Verifier, verifier_of
 
 __all__ = ["Settings"]
 
@@ -31,7 +33,8 @@ class Settings:
         drafter: what drafts; ``NoDrafter`` for a budget of 1.
         growth: of model drafters' trees, or None for the drafter's own.
         budget: nodes a step, "auto", or None for the default.
-        verifier: the rule of verification.
+        verifier: the rule of verification, by name or as an object.
+        rule: the rule that the caller chose.
         runs_on_device: whether neither drafter nor rule runs host code in a step.
 
     Raises:
@@ -43,8 +46,8 @@ class Settings:
 
     def __init__(
         self, lm: TreeLM, drafter: Drafter | TreeLM | str | Path | None = None, *, growth: Growth | str | None = None,
-        budget: int | str | None = None, verifier: str = "auto", overlap: bool = False, allow_lossy: bool = False,
-        cancelled: Callable[[int], bool] | None = None,
+        budget: int | str | None = None, verifier: str | Verifier = "auto", overlap: bool = False,
+        allow_lossy: bool = False, cancelled: Callable[[int], bool] | None = None,
         policy: Callable[[Growth | None, Sequence[int]], BudgetPolicy] | None = None,
     ) -> None:  # fmt: skip
         check_object("lm", lm, "new_state", "stree.TreeLM(model)")
@@ -56,8 +59,7 @@ class Settings:
         if isinstance(budget, str) and budget != "auto":
             raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
         check_sizes(budget=None if budget == "auto" else budget)
-        if verifier not in VERIFIERS:
-            raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+        self.rule = verifier_of(verifier)
         self.lm, self.cancelled, self.policy, self._overlaps = lm, cancelled, policy, overlap
         self.budget = budget if budget is None or isinstance(budget, str) else operator.index(budget)
         self.drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
@@ -65,7 +67,7 @@ class Settings:
         drafter, self.verifier = drafter_and_verifier(self.drafter, self.growth, verifier, allow_lossy)
         drafter = OverlappedDrafter(drafter) if overlap else drafter
         self.drafter = NoDrafter() if self.budget == 1 else drafter
-        self.runs_on_device = self.drafter.is_lossless and not overlap
+        self.runs_on_device = self.drafter.is_lossless and not overlap and is_own(self.rule)
 
     def check_models(self) -> None:
         """Refuse models that do not go together, or that cannot run now.
@@ -86,11 +88,23 @@ class Settings:
         """Refuse texts that cannot be decoded so.
 
         Raises:
-            ValueError: logits processors with ``overlap``, or several kinds of sampling under ``TargetInit``.
+            ValueError: logits processors with ``overlap``, several kinds of sampling under ``TargetInit``, or one that
+                the verifier does not take.
         """
+        for sampling in batch.kinds:
+            self.rule.check(sampling)
         if self._overlaps and batch.processor is not None:
             raise ValueError(
                 "overlap takes no logits_processor or repetition_penalty, whose host code is not run in threads"
             )
         if self.verifier == LONGEST and len(batch.kinds) > 1:
             raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
+
+    def check_request(self, sampling: Sampling) -> None:
+        """Refuse a text that joins the batch later: models that cannot run now, or a sampling of another kind.
+
+        Raises:
+            ValueError, RuntimeError: as the class, and as the verifier.
+        """
+        self.check_models()
+        self.rule.check(sampling)

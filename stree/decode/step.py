@@ -30,7 +30,7 @@ from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Random
 from stree.tree import TokenTree
-from stree.verify import Acceptance, accept
+from stree.verify import Acceptance, Verifier, accept
 
 __all__ = ["DecodeStep"]
 
@@ -66,7 +66,7 @@ class DecodeStep:
     graphs: Graphs | None = None
 
     def __init__(
-        self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str, max_length: int,
+        self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str | Verifier, max_length: int,
         most_stops: int = 0, processor: NodeProcessor | None = None,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier

@@ -16,6 +16,7 @@ from stree.growth import Growth
 from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
+from stree.verify import name_of
 
 __all__ = ["budget_policy"]
 
@@ -58,8 +59,8 @@ def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) ->
         return budget, BudgetPolicy(growth, sizes[0])
     # What earlier generations of the same kind of steps have shown.
     key = (
-        type(drafter), tuple(map(weakref.ref, drafter.models)), repr(growth), frozenset(kinds), rows, settings.verifier,
-        torch.get_num_threads(),
+        type(drafter), tuple(map(weakref.ref, drafter.models)), repr(growth), frozenset(kinds), rows,
+        name_of(settings.verifier), torch.get_num_threads(),
     )  # fmt: skip
     history = _histories.setdefault(lm, {}).setdefault(key, StepHistory())
     # The rows of a batch share a step's cost less than its nodes do: draft calls must first show that they pay.

@@ -14,13 +14,13 @@ from stree.drafters.base import (
 )
 from stree.drafters.fused import FusedDrafter
 from stree.drafters.head import HeadDrafter
-from stree.drafters.loading import load
+from stree.drafters.loading import DRAFTERS, load
 from stree.drafters.model import ModelDrafter
 from stree.drafters.none import NoDrafter
 from stree.drafters.suffix import SuffixDrafter
 from stree.kernels.step.texts import Seen
 
 __all__ = [
-    "Capture", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HeadDrafter", "ModelDrafter", "NoDrafter",
+    "DRAFTERS", "Capture", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HeadDrafter", "ModelDrafter", "NoDrafter",
     "Seen", "SuffixDrafter", "TreeProcessor", "check_vocabulary", "load", "padded_prompts",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash_head import OneShotHead
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["load"]
+__all__ = ["DRAFTERS", "load"]
 
-NAMES = (
-    "'suffix', 'none', 'mtp', 'fused:PATH', a small model or its path, or an object derived from stree.drafters.Drafter"
-)
+# Makes a drafter of a name for a target; one of your own may be entered under another name.
+DRAFTERS: dict[str, Callable[[TreeLM], Drafter]] = {
+    "suffix": lambda target: SuffixDrafter(),
+    "none": lambda target: NoDrafter(),
+    "mtp": lambda target: HeadDrafter(formats.load("mtp", target)),
+}
 
 
 def load(source: str | Path | Any, target: TreeLM) -> Drafter:
@@ -45,27 +49,31 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
         size = getattr(target, "vocab_size", None)  # generate refuses what is no model
         is_alike = size is None or all(model.vocab_size == size for model in source.models)
         return source if is_alike else source.with_model(lambda lm: in_vocabulary_of(lm, target))
-    if isinstance(source, str) and source in ("suffix", "none"):
-        return SuffixDrafter() if source == "suffix" else NoDrafter()
-    if source == "mtp":
-        return HeadDrafter(formats.load("mtp", target))
+    if isinstance(source, str) and source in DRAFTERS:
+        return DRAFTERS[source](target)
     if isinstance(source, str) and source.partition(":")[0] == "fused":
         path = source.partition(":")[2]
         if not path:
-            raise ValueError(f"'fused' needs a small model: write 'fused:PATH'; drafter may be {NAMES}")
+            raise ValueError(f"'fused' needs a small model: write 'fused:PATH'; drafter may be {_known()}")
         return FusedDrafter(load(path, target), SuffixDrafter())
     if isinstance(source, (str, Path)):
         if not Path(source).is_dir() and "/" not in str(source):  # a mistake in a name must not ask the network
-            raise ValueError(f"drafter must be {NAMES}, got {str(source)!r}")
+            raise ValueError(f"drafter must be {_known()}, got {str(source)!r}")
         if formats.head_layout(source) is not None:
             return HeadDrafter(formats.load(source, target))
         source = TreeLM.from_pretrained(source, target.device, target.dtype)
     if isinstance(source, (CausalHead, OneShotHead)):
         return HeadDrafter(source)
     if isinstance(source, type) or not (hasattr(source, "new_state") or hasattr(source, "config")):
-        raise TypeError(f"drafter must be {NAMES}, got {source!r:.80}")
+        raise TypeError(f"drafter must be {_known()}, got {source!r:.80}")
     lm = in_vocabulary_of(source if hasattr(source, "new_state") else TreeLM(source), target)
     check_vocabulary(lm, target.vocab_size)
     if lm.device != target.device:
         raise ValueError(f"drafter and target must be on one device, got {lm.device} and {target.device}")
     return ModelDrafter(lm)
+
+
+def _known() -> str:
+    """List what ``load`` takes."""
+    names = ", ".join(map(repr, DRAFTERS))
+    return f"{names}, 'fused:PATH', a small model or its path, or an object derived from stree.drafters.Drafter"

@@ -15,14 +15,14 @@ from stree.growth import Growth, TargetInit
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
-from stree.verify import LONGEST, Acceptance
+from stree.verify import LONGEST, Acceptance, Verifier
 
 __all__ = ["TargetInitDrafter", "drafter_and_verifier"]
 
 
 def drafter_and_verifier(
-    drafter: Drafter, growth: Growth | None, verifier: str, allow_lossy: bool
-) -> tuple[Drafter, str]:
+    drafter: Drafter, growth: Growth | None, verifier: str | Verifier, allow_lossy: bool
+) -> tuple[Drafter, str | Verifier]:
     """Drafter and verifier for a growth: those that the caller named, but for ``TargetInit``.
 
     Raises:

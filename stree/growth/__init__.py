@@ -5,7 +5,7 @@ The terms (node, rank, slot, value, priority, column) are defined in ``stree.gro
 """
 
 from stree.growth.acceptance_model import AcceptanceModel, KeptSlots, Proposal, Slots
-from stree.growth.base import Growth, Limited, learns_alike
+from stree.growth.base import BaseGrowth, Growth, Limited, learns_alike
 from stree.growth.calibrated import Calibrated
 from stree.growth.chain import Chain
 from stree.growth.depth_stop import DepthStop
@@ -19,12 +19,13 @@ from stree.growth.rsd import RSDC, RSDS
 from stree.growth.sequoia import Sequoia
 from stree.growth.specinfer import SpecInfer
 from stree.growth.static import Static
-from stree.growth.stops import Confidence, Stop
+from stree.growth.stops import Confidence, Stop, Stopped
 
 __all__ = [
     "RSDC",
     "RSDS",
     "AcceptanceModel",
+    "BaseGrowth",
     "Calibrated",
     "Chain",
     "Confidence",
@@ -44,6 +45,7 @@ __all__ = [
     "SpecInfer",
     "Static",
     "Stop",
+    "Stopped",
     "TargetInit",
     "choose_slots",
     "learns_alike",

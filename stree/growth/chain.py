@@ -11,7 +11,7 @@ from stree.growth.acceptance_model import AcceptanceModel
 from stree.growth.base import BaseGrowth
 from stree.growth.plan import Plan
 from stree.growth.static import Static
-from stree.growth.stops import Confidence, StoppedModel
+from stree.growth.stops import Stop, StoppedModel, check_rule
 
 __all__ = ["Chain"]
 
@@ -22,7 +22,7 @@ class Chain(BaseGrowth):
 
     Args:
         depth: most tokens.
-        stop: looks before each draw whether the draft is confident enough, or None.
+        stop: a rule such as ``Confidence``, which ends the chain, or None.
 
     Raises:
         TypeError: a depth that is no integer, or a stop that is no rule.
@@ -30,12 +30,12 @@ class Chain(BaseGrowth):
     """
 
     depth: int
-    stop: Confidence | None = None
+    stop: Stop | None = None
 
     def __post_init__(self) -> None:
         check_sizes(depth=self.depth)
-        if self.stop is not None and (isinstance(self.stop, type) or not hasattr(self.stop, "draws")):
-            raise TypeError(f"stop must be a rule such as Confidence(0.4), got {self.stop!r:.80}")
+        if self.stop is not None:
+            check_rule("stop", self.stop)
 
     def plan(self, budget: int) -> Plan:
         """Return the plan of the chain."""

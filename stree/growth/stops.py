@@ -20,11 +20,14 @@ from stree.growth.plan import Plan
 from stree.kernels.tree_growth.operands import Kept
 from stree.sampling import Random
 
-__all__ = ["Confidence", "Stop", "StoppedGrowth", "StoppedModel"]
+__all__ = ["Confidence", "Stop", "Stopped", "StoppedGrowth", "StoppedModel", "check_rule"]
 
 
 class Stop:
-    """A rule that ends the growth of a sequence's tree; the base class never does."""
+    """A rule that ends the growth of a sequence's tree; the base class never does.
+
+    A rule of your own overrides one of the methods and is attached to a growth by ``Stopped(growth, rule)``.
+    """
 
     def goes_on(self, depth: int, values: Tensor) -> Tensor | None:
         """Decide below a new layer, before its draft call.
@@ -108,9 +111,9 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Confidence(Stop):
-    """Continue a chain while the draft is confident of some node's next token; for ``Chain(depth, stop=...)``.
+    """Draw a layer while the draft is confident of the next token of some node.
 
-    It looks at the distribution and not at the drawn token: a chain that drops a drawn token because of its own
+    It looks at the distribution and not at the drawn token: a tree that drops a drawn token because of its own
     probability is not lossless.  SGLang and llama.cpp stop chains in the same way.
 
     Args:
@@ -160,3 +163,36 @@ class StoppedGrowth(WrappedGrowth):
         if plan.is_heap:
             raise ValueError(f"{type(self).__name__} needs a growth of layers, got {self.base}")
         return plan
+
+
+@dataclass(frozen=True)
+class Stopped(StoppedGrowth):
+    """Another growth with a stop rule: ``Stopped(Eagle2(), Confidence(0.4))``.
+
+    Args:
+        base: a growth of layers.
+        rule: when its trees end.
+
+    Raises:
+        TypeError: ``base`` is not a growth, or ``rule`` not a rule.
+    """
+
+    rule: Stop
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_rule("rule", self.rule)
+
+    def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
+        """Return the base's acceptance model with the rule."""
+        return StoppedModel(self.base.acceptance_model(batch, device), self.rule)
+
+
+def check_rule(name: str, rule: Any) -> None:
+    """Refuse what is no stop rule.
+
+    Raises:
+        TypeError: another object, or a class.
+    """
+    if not isinstance(rule, Stop):
+        raise TypeError(f"{name} must be a rule such as Confidence(0.4), got {rule!r:.80}")

@@ -36,6 +36,7 @@ from stree.integrations.transformers_processors import BatchProcessor, Stops, Te
 from stree.models.families import CACHE_ARGUMENTS
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
+from stree.verify import Verifier
 
 __all__ = ["custom_generate", "tree_lm"]
 
@@ -75,7 +76,7 @@ def custom_generate(
     drafter: str | PreTrainedModel | TreeLM | Drafter = "suffix",
     growth: Growth | None = None,
     budget: int | str | None = None,
-    verifier: str = "auto",
+    verifier: str | Verifier = "auto",
     seed: int | None = None,
     streamer: Streamer | None = None,
     stop_strings: str | Sequence[str] | None = None,

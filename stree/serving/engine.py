@@ -29,6 +29,7 @@ from stree.serving.handle import QueueFull, RequestHandle
 from stree.serving.prefill import Prefill, default_chunk
 from stree.serving.prefix_cache import KeptPrefix, PrefixCache
 from stree.serving.running import MOST_STOPS, RunningBatch
+from stree.verify import Verifier
 
 __all__ = ["Engine"]
 
@@ -68,7 +69,7 @@ class Engine:
 
     def __init__(
         self, lm: TreeLM, drafter: Drafter | TreeLM | str | Path | None = None, *, growth: Growth | str | None = None,
-        budget: int | str | None = None, verifier: str = "auto", max_batch: int = 8, max_length: int = 4096,
+        budget: int | str | None = None, verifier: str | Verifier = "auto", max_batch: int = 8, max_length: int = 4096,
         max_queue: int | None = None, cache_bytes: int = 0, prefill_chunk: int | None = None,
         before_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
@@ -118,13 +119,13 @@ class Engine:
             QueueFull: too many requests wait.
             RuntimeError: the engine is closed, or its thread has ended by an error.
         """
-        self._settings.check_models()
         handle = RequestHandle()
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
             streamer=handle, needs_trees=trees,
         ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
+        self._settings.check_request(request.sampling)
         if len(request.stop_token_ids) > MOST_STOPS:
             raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {len(request.stop_token_ids)}")
         handle.start(request)
@@ -168,7 +169,6 @@ class Engine:
         self.close()
 
     # What follows runs in the engine's thread.
-
     def _run(self) -> None:
         try:
             self._decode()

@@ -53,7 +53,7 @@ class RunningBatch:
         self._settings, self._lm, self._drafter = settings, settings.lm, settings.drafter
         self._max_batch, self._max_length = max_batch, max_length
         self._is_cancelled, self._on_step = is_cancelled, on_step
-        self._step_cache = step_cache_of(self._lm)
+        self._step_cache = step_cache_of(self._lm) if settings.runs_on_device else None
         self._layout: list[Hashable] = []  # of the models, and writes to the target's weights, at the last request
         self._writes: Hashable = None
         self._policies: dict[tuple[int, bool], BudgetPolicy] = {}

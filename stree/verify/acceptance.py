@@ -2,26 +2,113 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Final
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from stree.kernels.checks import checks_values
 from stree.kernels.dispatch import is_known_all
-from stree.sampling import AnySampling, Random
+from stree.sampling import AnySampling, Random, Sampling
 from stree.tree import TokenTree
 from stree.verify.longest import longest
 from stree.verify.match import match
 from stree.verify.rejection import reject
 from stree.verify.traversal import traverse
 from stree.verify.values import DELTA, Acceptance, DraftProbs
+from stree.verify.verifier import Verifier
 
-__all__ = ["LONGEST", "VERIFIERS", "accept"]
+__all__ = ["LONGEST", "VERIFIERS", "accept", "name_of", "verifier_of"]
 
-VERIFIERS: Final = ("auto", "match", "rejection", "traversal", "block")
 LONGEST: Final = "lossy-longest"  # used with the growth ``TargetInit`` only; users cannot choose it
+
+
+class Match(Verifier):
+    """Greedy verification and MATCH."""
+
+    def __call__(
+        self, tree: TokenTree, target_logits: Tensor, sampling: AnySampling, rng: Random, draft: DraftProbs | None,
+        max_depth: int,
+    ) -> Acceptance:  # fmt: skip
+        """Follow the target's own tokens, which need no draft distributions."""
+        return match(tree, target_logits, sampling, rng, max_depth)
+
+
+@dataclass(frozen=True)
+class ByRatios(Match):
+    """A rule that tests sampled nodes by the ratio of target and draft probability; greedy texts follow the argmax.
+
+    Args:
+        rule: of target probabilities, and the other arguments of a verifier but for the sampling.
+        takes_branches: whether trees may have branches.
+    """
+
+    rule: Callable[[TokenTree, Tensor, Random, DraftProbs | None, int], Acceptance]
+    takes_branches: bool = True
+
+    def __call__(
+        self, tree: TokenTree, target_logits: Tensor, sampling: AnySampling, rng: Random, draft: DraftProbs | None,
+        max_depth: int,
+    ) -> Acceptance:  # fmt: skip
+        """Verify by the rule.
+
+        Raises:
+            ValueError: a tree with branches that the rule does not take (looked for on the CPU only).
+        """
+        if not self.takes_branches and checks_values(target_logits) and _has_branches(tree):
+            raise ValueError("block verification takes trees without branches; use traversal for others")
+        if sampling.is_greedy:
+            return super().__call__(tree, target_logits, sampling, rng, draft, max_depth)
+        return self.rule(tree, sampling.probs(target_logits), rng, draft, max_depth)
+
+
+class Auto(ByRatios):
+    """MATCH where every node is known to be DELTA, else a rule for sampled nodes."""
+
+    def __call__(
+        self, tree: TokenTree, target_logits: Tensor, sampling: AnySampling, rng: Random, draft: DraftProbs | None,
+        max_depth: int,
+    ) -> Acceptance:  # fmt: skip
+        """Choose the rule by the nodes."""
+        is_delta = draft is None or _is_known_delta(tree, draft)
+        rule = VERIFIERS["match"] if is_delta else super().__call__
+        return rule(tree, target_logits, sampling, rng, draft, max_depth)
+
+
+# The verifiers by name; one of your own may be entered under another name.
+VERIFIERS: dict[str, Verifier] = {
+    "auto": Auto(traverse),
+    "match": Match(),
+    "rejection": ByRatios(reject),
+    "traversal": ByRatios(traverse),
+    "block": ByRatios(traverse, takes_branches=False),
+}
+
+
+def verifier_of(verifier: str | Verifier | Any) -> Verifier:
+    """Return the verifier of a name, or an object that is one.
+
+    Raises:
+        ValueError: an unknown name.
+        TypeError: no verifier.
+    """
+    if isinstance(verifier, str):
+        if verifier not in VERIFIERS:
+            raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+        return VERIFIERS[verifier]
+    if isinstance(verifier, type) or not (callable(verifier) and hasattr(verifier, "check")):
+        raise TypeError(
+            f"verifier must be one of {', '.join(VERIFIERS)} or an object derived from stree.verify.Verifier, "
+            f"got {verifier!r:.80}"
+        )
+    return verifier
+
+
+def name_of(verifier: str | Verifier) -> str:
+    """Return a verifier's name, as statistics report it: that of its class where it is an object."""
+    return verifier if isinstance(verifier, str) else type(verifier).__name__
 
 
 def accept(
@@ -30,7 +117,7 @@ def accept(
     sampling: AnySampling,
     rng: Random,
     draft: DraftProbs | None = None,
-    verifier: str = "auto",
+    verifier: str | Verifier = "auto",
     max_depth: int | None = None,
 ) -> Acceptance:
     """Choose the accepted path of each tree and the token after it, so that the text follows the target exactly.
@@ -47,7 +134,7 @@ def accept(
         rng: random numbers of this step, positioned at the roots.
         draft: draft distributions of the nodes; None means that every node is DELTA.
         verifier: "match", "rejection", "traversal", "block", or "auto": match if ``draft`` is None, or on the CPU has
-            only DELTA nodes; else traversal.
+            only DELTA nodes; else traversal.  Or a rule of your own, see ``stree.verify.Verifier``.
         max_depth: upper bound of the depths; None reads it from the tree, which synchronises with a device.
 
     Raises:
@@ -55,23 +142,22 @@ def accept(
             where tokens are sampled, or "block" got a tree with branches.
     """
     target_logits = target_logits.detach()
-    if verifier not in (*VERIFIERS, LONGEST):
-        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+    rule = None if verifier == LONGEST else verifier_of(verifier)
     _check_shapes(tree, target_logits, draft)
+    if rule is not None and isinstance(sampling, Sampling):
+        rule.check(sampling)
     if checks_values(target_logits):
-        _check_values(tree, target_logits, sampling, is_block=verifier == "block")
+        _check_values(tree, target_logits, sampling)
     if draft is not None and draft.probs.dtype in (torch.float16, torch.bfloat16):
         draft = replace(draft, probs=draft.probs.float())
     if max_depth is None:
         max_depth = int(tree.depths.max())
-    if verifier == LONGEST:
+    if rule is None:
         return longest(tree, target_logits, sampling, rng, draft, max_depth)
-    if verifier == "auto":
-        verifier = "match" if draft is None or _is_known_delta(tree, draft) else "traversal"
-    if sampling.is_greedy or verifier == "match":
-        return match(tree, target_logits, sampling, rng, max_depth)
-    rule = reject if verifier == "rejection" else traverse
-    return rule(tree, sampling.probs(target_logits), rng, draft, max_depth)
+    accepted = rule(tree, target_logits, sampling, rng, draft, max_depth)
+    if not isinstance(rule, Match):  # of another author
+        _check_accepted(accepted, type(rule).__name__, len(tree.tokens))
+    return accepted
 
 
 def _check_shapes(tree: TokenTree, target_logits: Tensor, draft: DraftProbs | None) -> None:
@@ -88,9 +174,24 @@ def _check_shapes(tree: TokenTree, target_logits: Tensor, draft: DraftProbs | No
         )
 
 
-def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling, *, is_block: bool) -> None:
-    if is_block and not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all()):
-        raise ValueError("block verification takes trees without branches; use traversal for others")
+def _check_accepted(accepted: Any, name: str, batch: int) -> None:
+    """Refuse what a rule of another author returned, as far as shapes and dtypes show."""
+    if not isinstance(accepted, Acceptance):
+        raise TypeError(f"{name} must return a stree.Acceptance, got {type(accepted).__name__}")
+    parts = accepted.path, accepted.path_lengths, accepted.next_token
+    found = [f"{str(part.dtype).removeprefix('torch.')}{[*part.shape]}" for part in parts]
+    wanted = [f"int32[{batch}, {accepted.path.shape[-1]}]", f"int32[{batch}]", f"int64[{batch}]"]
+    if found != wanted:
+        names = ("path", "path_lengths", "next_token")
+        pairs = ", ".join(f"{name} {kind}" for name, kind in zip(names, wanted, strict=True))
+        raise ValueError(f"{name} must return {pairs}, got {', '.join(found)}")
+
+
+def _has_branches(tree: TokenTree) -> bool:
+    return not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all())
+
+
+def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling) -> None:
     is_usable = sampling.has_distribution(target_logits) | tree.is_padding
     if not bool(is_usable.all()):
         nodes = (~is_usable).nonzero().tolist()

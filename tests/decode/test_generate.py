@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.enumeration import TableLM, TableModel
 from helpers.fast_cases import slow_unless
 from helpers.generate_ways import (
     GROWTHS,
@@ -31,6 +30,7 @@ import stree
 from stree.drafters import Drafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import DySpec
 from stree.sampling import Sampling
+from stree.testing.tables import TableLM, TableModel
 
 WAYS = ["none", "suffix", "llama-layers"] + [
     f"{drafter}-{growth}" for drafter in ("mamba2", "self") for growth in GROWTHS

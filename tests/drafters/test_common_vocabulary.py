@@ -13,10 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import captured
-from helpers.enumerated_texts import drafts_of, joint_of_steps
-from helpers.enumeration import EXACT, PLAIN, DraftedTrees, strings_of, total_variation
 from helpers.fast_cases import slow_unless
-from helpers.table_models import TableLM, TableModel
 from helpers.tiny_models import VOCAB, patched, tiny_model
 from helpers.tiny_pairs import save_tiny
 
@@ -25,6 +22,9 @@ from stree.bench.pair import Pair
 from stree.drafters import FusedDrafter, ModelDrafter, SuffixDrafter, load
 from stree.growth import Chain, DySpec, Growth
 from stree.sampling import Sampling
+from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, strings_of, total_variation
+from stree.testing.tables import TableLM, TableModel
+from stree.testing.texts import joint_of_steps
 from stree.verify import DraftProbs
 
 SIZES = [80, VOCAB + 31]

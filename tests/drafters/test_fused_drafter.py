@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.draft_steps import DraftSteps, Retrieval
-from helpers.enumerated_texts import drafts_of
-from helpers.enumeration import EXACT, PLAIN, DraftedTrees, step_bias
-from helpers.outcomes import random_rows
-from helpers.table_models import TableModel, nodes_by_path, table_drafter
+from helpers.random_rows import random_rows
+from helpers.table_drafts import nodes_by_path
 from helpers.tiny_models import TOLERANCE, VOCAB, fresh_logits, patched, tiny_model
 from torch import Tensor
 
@@ -20,6 +18,8 @@ import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Static
 from stree.sampling import Sampling
+from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, step_bias
+from stree.testing.tables import TableModel, table_drafter
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs
 
 RETRIEVED = ([0, 1, 2, 0, 1], [-1, 0, 1, 0, 3])  # paths 1-2 and 0-1 below the root

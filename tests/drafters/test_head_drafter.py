@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import captured
-from helpers.enumerated_texts import drafts_of
-from helpers.enumeration import EXACT, PLAIN, step_bias
 from helpers.fast_cases import slow_unless
 from helpers.head_steps import TEXTS, HeadSteps
 from helpers.on_device import treat_as_on_device
-from helpers.table_models import TableModel
 from helpers.tiny_heads import target_and_block_head, target_and_head
 from helpers.tiny_models import TOLERANCE, path_to, relative_error
 from torch import Tensor
@@ -26,6 +23,8 @@ import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, HeadDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Calibrated, Chain, DySpec, Growth, Static
 from stree.sampling import Sampling
+from stree.testing.enumeration import EXACT, PLAIN, drafts_of, step_bias
+from stree.testing.tables import TableModel
 from stree.verify import Acceptance
 
 CLOSE = 20 * TOLERANCE[torch.float32]

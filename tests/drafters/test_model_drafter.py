@@ -9,7 +9,7 @@ import pytest
 import torch
 from helpers.draft_steps import DraftSteps
 from helpers.on_device import treat_as_on_device
-from helpers.outcomes import random_rows
+from helpers.random_rows import random_rows
 from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import TOLERANCE, VOCAB, patched, random_texts, tiny_model
 

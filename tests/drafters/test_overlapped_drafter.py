@@ -12,10 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import EXACT, PLAIN, emitted_by, total_variation
 from helpers.fast_cases import slow_unless
-from helpers.outcomes import explored
-from helpers.table_models import TableModel, table_drafter
 from helpers.tiny_models import patched, tiny_model
 from torch import Tensor
 
@@ -25,6 +22,9 @@ from stree.drafters import HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter, 
 from stree.drafters.overlapped import OverlappedDrafter
 from stree.growth import Chain, Growth, Static
 from stree.sampling import Random, Sampling
+from stree.testing.enumeration import EXACT, PLAIN, emitted_by, total_variation
+from stree.testing.outcomes import all_outcomes
+from stree.testing.tables import TableModel, table_drafter
 from stree.verify import accept
 
 PROMPTS = [[5, 17, 9, 33, 20], [4, 8, 9], [7], [1, 2, 3, 4]]
@@ -71,7 +71,7 @@ def joint(target: TableModel, drafter: Any, growth: Growth, length: int) -> tupl
     """Distribution of texts after token 0, float64[vocab ** length], and how many trees were drafted ahead and used."""
     reused = 0
 
-    def text(rng: Random) -> list[int]:
+    def text(rng: Random, cases: Tensor) -> list[int]:
         nonlocal reused
         run, pending, tokens = drafter.start(target.vocab, [[0]], rng), torch.zeros(1, dtype=torch.long), list[int]()
         while len(tokens) < length:
@@ -87,8 +87,8 @@ def joint(target: TableModel, drafter: Any, growth: Growth, length: int) -> tupl
         return tokens[:length]
 
     found = torch.zeros(target.vocab**length, dtype=torch.float64)
-    for tokens, weight in explored(text):
-        found[sum(token * target.vocab ** (length - 1 - place) for place, token in enumerate(tokens))] += weight
+    for tokens, _, weight in all_outcomes(text, 1, rows=1):
+        found[sum(token * target.vocab ** (length - 1 - place) for place, token in enumerate(tokens))] += float(weight)
     return found, reused
 
 

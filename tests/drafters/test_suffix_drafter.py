@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.draft_steps import DraftSteps
 from helpers.on_device import treat_as_on_device
-from helpers.outcomes import random_rows
+from helpers.random_rows import random_rows
 from torch.overrides import TorchFunctionMode
 
 from stree.drafters import SuffixDrafter

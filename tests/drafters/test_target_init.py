@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.table_models import TableLM, TableModel, table_drafter
 
 import stree
 from stree.drafters import NoDrafter, SuffixDrafter
 from stree.drafters.target_init import TargetInitDrafter
 from stree.growth import Chain, TargetInit
 from stree.sampling import Random, Sampling
+from stree.testing.tables import TableLM, TableModel, table_drafter
 from stree.verify import LONGEST, VERIFIERS, Acceptance
 
 TARGET, DRAFT = TableModel.random(4, 1), TableModel.random(4, 2)

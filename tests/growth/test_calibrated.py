@@ -6,13 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from helpers.enumerated_texts import drafts_of
-from helpers.enumeration import EXACT, PLAIN, step_bias
-from helpers.table_models import TableModel, table_drafter
 
 from stree.drafters import ModelDrafter
 from stree.growth import AcceptanceModel, Calibrated, Layer, Proposal, Slots, choose_slots
 from stree.growth.calibrated import typical_values
+from stree.testing.enumeration import EXACT, PLAIN, drafts_of, step_bias
+from stree.testing.tables import TableModel, table_drafter
 from stree.tree import TokenTree
 
 

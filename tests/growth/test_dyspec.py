@@ -6,13 +6,14 @@ import heapq
 
 import pytest
 import torch
-from helpers.enumeration import PLAIN
-from helpers.outcomes import random_rows
-from helpers.table_models import TableModel, draft_of, nodes_by_path, path_prob
+from helpers.random_rows import random_rows
+from helpers.table_drafts import draft_of, nodes_by_path, path_prob
 from torch import Tensor
 
 from stree.growth import Calibrated, DySpec, Growth
 from stree.sampling import Random, Sampling
+from stree.testing.enumeration import PLAIN
+from stree.testing.tables import TableModel
 from stree.tree import TokenTree
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.enumerated_texts import drafts_of
-from helpers.enumeration import EXACT, PLAIN, step_bias
-from helpers.outcomes import random_rows
-from helpers.table_models import TableModel, draft_of, table_drafter
+from helpers.random_rows import random_rows
+from helpers.table_drafts import draft_of
 
 from stree import growth as growths
 from stree.growth import Growth
 from stree.sampling import Sampling
+from stree.testing.enumeration import EXACT, PLAIN, drafts_of, step_bias
+from stree.testing.tables import TableModel, table_drafter
 
 # A decision model that goes on where the greatest of the draft's probabilities is above 0.7.
 SURE = [[[100.0, *[0.0] * 10, -70.4]]]

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.outcomes import random_rows
-from helpers.table_models import TableModel, draft_of, nodes_by_path, table_drafter
+from helpers.random_rows import random_rows
+from helpers.table_drafts import draft_of, nodes_by_path
 from torch import Tensor
 
 from stree.growth import Calibrated, DepthStop, Growth, Slots
 from stree.growth.learned_acceptance import prior_when_greedy
 from stree.sampling import Sampling
+from stree.testing.tables import TableModel, table_drafter
 from stree.verify import Acceptance
 
 

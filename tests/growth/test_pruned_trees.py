@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.on_device import treat_as_on_device
-from helpers.table_models import TableModel, counted_draft, nodes_by_path, path_prob
+from helpers.table_drafts import counted_draft, nodes_by_path, path_prob
 
 from stree.growth import DepthStop, DySpec, Eagle2, Growth, OptTree
+from stree.testing.tables import TableModel
 
 Path = tuple[int, ...]
 

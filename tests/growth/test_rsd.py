@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.enumerated_texts import drafts_of
-from helpers.enumeration import EXACT, PLAIN, step_bias
-from helpers.outcomes import random_rows
-from helpers.table_models import TableModel, draft_of, nodes_by_path, table_drafter
+from helpers.random_rows import random_rows
+from helpers.table_drafts import draft_of, nodes_by_path
 from torch import Tensor
 
 from stree.growth import RSDC, RSDS, Growth, SpecInfer
 from stree.sampling import MAX_RANKS, Sampling
+from stree.testing.enumeration import EXACT, PLAIN, drafts_of, step_bias
+from stree.testing.tables import TableModel, table_drafter
 from stree.verify import INDEPENDENT, SAMPLED
 
 CRITICAL = 6.0  # standard deviations of a chi-square statistic above its mean

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.enumeration import PLAIN
-from helpers.outcomes import random_rows
-from helpers.table_models import TableModel, draft_of
+from helpers.random_rows import random_rows
+from helpers.table_drafts import draft_of
 
 from stree import growth as growths
 from stree.growth import Growth
 from stree.growth.plan import Layer, choose_slots
 from stree.sampling import Sampling
+from stree.testing.enumeration import PLAIN
+from stree.testing.tables import TableModel
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "T1"])

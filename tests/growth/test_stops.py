@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.on_device import treat_as_on_device
-from helpers.table_models import TableModel, counted_draft, nodes_by_path
+from helpers.table_drafts import counted_draft, nodes_by_path
 
 from stree.growth import Chain, Confidence, DecisionStop, DepthStop, DySpec, Eagle2, Growth, Static
 from stree.sampling import Sampling
+from stree.testing.tables import TableModel
 
 GREEDY = Sampling()
 Path = tuple[int, ...]

@@ -13,12 +13,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.captured import captured
-from helpers.enumeration import EXACT, PLAIN, DraftedTrees, step_bias
 from helpers.fast_cases import slow_unless
 from helpers.head_steps import TEXTS, BlockSteps, HeadSteps, SlotSteps, drafts_of_head
 from helpers.on_device import treat_as_on_device
 from helpers.plain_heads import PlainBlocks
-from helpers.table_models import TableModel
 from helpers.tiny_heads import save_slot_head, target_and_block_head, target_and_slot_head, tiny_target
 
 import stree
@@ -26,6 +24,8 @@ from stree.drafters import FusedDrafter, HeadDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Calibrated, Chain, DySpec, Growth, OptTree, Sequoia, Static
 from stree.models.heads.specblock import SpecBlockHead
 from stree.sampling import Sampling
+from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, step_bias
+from stree.testing.tables import TableModel
 from stree.verify import Acceptance
 
 CLOSE = 1e-3  # of the largest probability

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from helpers.outcomes import random_rows
+from helpers.random_rows import random_rows
 from helpers.tiny_models import as_commit, extended, fresh_logits, path_to, random_path, real_nodes, relative_error
 from stree import growth as growths
 from stree.drafters import Draft, Drafter, DraftRun

@@ -11,14 +11,13 @@ from torch import Tensor
 
 import stree
 from helpers.draft_steps import DraftSteps
-from helpers.enumerated_texts import drafts_of
-from helpers.enumeration import PLAIN, DraftedTrees
 from helpers.plain_heads import PlainBlocks
 from helpers.tiny_heads import block_tensors, target_and_block_head
 from helpers.tiny_models import as_commit, path_to, random_texts, relative_error
 from stree.drafters import Draft, Drafter, HeadDrafter
 from stree.growth import Growth, Static
 from stree.sampling import Sampling
+from stree.testing.enumeration import PLAIN, DraftedTrees, drafts_of
 from stree.tree import TokenTree
 
 __all__ = ["TEXTS", "BlockSteps", "HeadSteps", "SlotSteps", "drafts_of_head"]

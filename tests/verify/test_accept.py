@@ -7,20 +7,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.enumeration import EXACT, PLAIN, drafted_trees, every_outcome, step_bias
-from helpers.outcomes import random_rows
-from helpers.table_models import TableModel
+from helpers.random_rows import random_rows
 from torch import Tensor
 
 from stree.sampling import Random, Sampling
+from stree.testing.enumeration import EXACT, PLAIN, drafted_trees, every_outcome, step_bias
+from stree.testing.tables import TableModel
 from stree.tree import TokenTree
-from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, accept
+from stree.verify import DELTA, SAMPLED, VERIFIERS, Acceptance, DraftProbs, accept
 
 CHAIN = [-1, 0, 1]
 BINARY = [-1, 0, 0, 1, 1]
 UNEVEN = [-1, 0, 0, 1, 3]
 
-VERIFIER = pytest.mark.parametrize("verifier", ["match", "rejection", "traversal"])
+VERIFIER = pytest.mark.parametrize("verifier", [name for name in VERIFIERS if name not in ("auto", "block")])
 
 
 @VERIFIER

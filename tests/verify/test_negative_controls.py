@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from helpers.draft_steps import Retrieval
-from helpers.enumerated_texts import Turns, drafts_of, joint_of_loop, joint_of_steps
-from helpers.enumeration import EXACT, PLAIN, DraftedTrees, every_outcome, strings_of, total_variation
-from helpers.outcomes import Cells, Outcomes, as_random
-from helpers.table_models import TableModel, table_drafter
 from torch import Tensor
 
 from stree.drafters import Drafter, DraftRun, FusedDrafter
@@ -24,6 +21,9 @@ from stree.drafters.target_init import TargetInitDrafter
 from stree.growth import RSDS, AcceptanceModel, Chain, DySpec, Growth, Plan, Static, TargetInit
 from stree.growth.acceptance_model import PathProbability
 from stree.sampling import Random, Sampling
+from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, every_outcome, strings_of, total_variation
+from stree.testing.tables import TableModel, table_drafter
+from stree.testing.texts import joint_of_loop, joint_of_steps
 from stree.tree import TokenTree
 from stree.verify import LONGEST, SAMPLED, Acceptance, DraftProbs, accept
 
@@ -127,65 +127,48 @@ def test_a_stochastic_beam_cut_by_probability() -> None:
     assert bias(DRAFTER, RSDS(2, 2), 5) < EXACT
 
 
-class SameNumber(Turns):
-    """Draws the draft tokens of all steps with one number per text.
+class Stuck:
+    """Random numbers that stay those of one position."""
 
-    Args:
-        turns: outcomes of the other choices.
-        numbers: float64[batch].
-    """
+    def __init__(self, rng: Random) -> None:
+        self.rng = rng
 
-    def __init__(self, turns: list[Outcomes], numbers: Tensor) -> None:
-        super().__init__(turns)
-        self.numbers = numbers
+    def at(self, positions: Tensor) -> Stuck:
+        return self
 
     def choice(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
-        if purpose != "draft":
-            return super().choice(purpose, probs, offset, node)
-        cumulative = probs.cumsum(-1)
-        level = self.numbers.view(-1, *[1] * (probs.dim() - 1)) * cumulative[..., -1:]
-        return torch.searchsorted(cumulative, level, right=True).squeeze(-1)
+        return self.rng.choice(purpose, probs, offset, node)
+
+
+@dataclass(frozen=True)
+class SameNumbers(Drafter):
+    """Draws the draft tokens of all steps with the numbers of the first one."""
+
+    drafter: Drafter
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+        return self.drafter.start(vocab_size, prompts, cast(Random, Stuck(rng)))
 
 
 def test_one_draft_number_reused_in_every_step() -> None:
-    turns, cells = 2, Cells.of([DRAFT_PROBS])
-    others = Turns.all(turns, 1, 0, VOCAB).turns
-    count, copies = len(cells.weight), len(others[0].weight)
-    repeated = [Outcomes(one.coins.repeat(count, 1), one.tokens.repeat(count, 1)) for one in others]
-    rng = SameNumber(repeated, cells.numbers[:, 0].repeat_interleave(copies))
-    rng.turns[0].weight *= cells.weight.repeat_interleave(copies)
-    emitted = joint_of_loop(TARGET, DRAFTER, Chain(1), 2, PLAIN, "rejection", rng)
+    emitted = joint_of_loop(TARGET, SameNumbers(DRAFTER), Chain(1), 2, PLAIN, "rejection", 2)
     assert float(emitted.sum()) == pytest.approx(1)
-    assert total_variation(emitted, TARGET.joint(PLAIN, turns)) > 0.003
+    assert total_variation(emitted, TARGET.joint(PLAIN, 2)) > 0.003
 
 
-class OneNumber(Cells):
-    """Tests the root's child with the number that draws the token after a rejection."""
+def with_one_number(tree: TokenTree, logits: Tensor, rng: Random, draft: DraftProbs | None) -> Acceptance:
+    """Test the root's child with the number that draws the token after a rejection."""
 
-    def uniform(self, purpose: str, offset: Tensor, node: Tensor | int = 0) -> Tensor:
-        return super().uniform("target", offset + 1 if purpose == "accept" else offset, node)
+    def bernoulli(purpose: str, probs: Tensor, offset: Tensor, node: Tensor) -> Tensor:
+        return rng.bernoulli("target", probs, offset + 1)
 
-
-def strings_with_one_number(root: int) -> list[Tensor]:
-    """Output distribution of a step of a one-token chain, like ``strings_of``, if the test's number is used twice."""
-    trees = drafts_of(DRAFTER, Chain(1), 2, PLAIN, VOCAB, root)
-    strings = [torch.zeros(VOCAB**size, dtype=torch.float64) for size in range(3)]
-    residual = (TARGET_PROBS[root] - DRAFT_PROBS[root]).clamp(min=0)
-    for row in range(len(trees.weight)):
-        token = trees.tokens[row, 1]
-        ratio = (TARGET_PROBS[root, token] / DRAFT_PROBS[root, token]).clamp(max=1)
-        test = torch.nn.functional.pad(torch.stack([ratio, 1 - ratio]), (0, 2))
-        cells = OneNumber.of([torch.stack([test, residual / residual.sum()]), TARGET_PROBS])
-        one = trees.select(torch.full((len(cells.weight),), row))
-        accepted = accept(one.tree, TARGET.logits[one.tokens], PLAIN, as_random(cells), one.probs, "rejection")
-        is_long, weight = accepted.path_lengths == 2, cells.weight * one.weight
-        strings[1].index_add_(0, accepted.next_token[~is_long], weight[~is_long])
-        strings[2].index_add_(0, (token * VOCAB + accepted.next_token)[is_long], weight[is_long])
-    return strings
+    one: Any = SimpleNamespace(choice=rng.choice, bernoulli=bernoulli)
+    return accept(tree, logits, PLAIN, one, draft, "rejection")
 
 
 def test_the_number_of_a_test_reused_after_its_rejection() -> None:
-    emitted = joint_of_steps([strings_with_one_number(root) for root in range(VOCAB)], LENGTH)
+    trees = [drafts_of(DRAFTER, Chain(1), 2, PLAIN, VOCAB, root) for root in range(VOCAB)]
+    emitted = joint_of_steps([strings_of(TARGET, one, PLAIN, "rejection", with_one_number) for one in trees], LENGTH)
     assert float(emitted.sum()) == pytest.approx(1)
     assert total_variation(emitted, TARGET.joint(PLAIN, LENGTH)) > 0.0061
 
@@ -221,7 +204,6 @@ def test_the_longest_of_several_branches_that_begin_with_tokens_of_the_target(wi
 
     for tokens, accepted, weight in every_outcome(TARGET, trees, PLAIN, "rejection", verify):
         assert accepted.left is not None
-        weight = weight / VOCAB  # this rule draws no token, but ``every_outcome`` makes a row for each
         last, left, is_long = accepted.next_token, accepted.left * weight[:, None], accepted.path_lengths == 2
         first = tokens.gather(1, accepted.path[:, 1:2].clamp(min=0).long()).squeeze(1)
         emitted.view(VOCAB**2, -1).index_add_(0, (first * VOCAB + last)[is_long], left[is_long])

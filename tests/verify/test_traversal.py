@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.enumeration import EXACT, PLAIN, drafted_trees, every_outcome, expected_tokens, step_bias
-from helpers.outcomes import random_rows
-from helpers.table_models import TableModel
+from helpers.random_rows import random_rows
 from helpers.traversal_problems import weigh_parent_by_own_probs
-from torch import Tensor
 
 from stree.kernels.dispatch import as_on_device
 from stree.kernels.traversal.residuals import Residuals
+from stree.testing.enumeration import EXACT, PLAIN, drafted_trees, every_outcome, expected_tokens, step_bias
+from stree.testing.reference_rules import plain_trees, traversal_ends
+from stree.testing.tables import TableModel, exact_probs
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs, accept
 
@@ -34,55 +34,18 @@ def test_traversal_accepts_at_least_as_much_as_rejection(shape: str) -> None:
         assert traversal > rejection + 1e-6
 
 
-def accept_probs_by_recursion(
-    target_probs: Tensor, draft_probs: Tensor, tokens: list[int], parents: list[int]
-) -> list[float]:
-    """Visit children first (arXiv 2505.12398): the acceptance probability of each node, 0 for padding."""
-    accept_probs = [0.0] * len(tokens)
-
-    def visit(node: int, accept_prob: float) -> None:
-        residual, rest = target_probs[tokens[node]], draft_probs[tokens[node]].clone()
-        for child in (place for place, parent in enumerate(parents) if parent == node):
-            own = rest / rest.sum()
-            visit(child, min(1.0, float(accept_prob * residual[tokens[child]] / own[tokens[child]])))
-            left = (accept_prob * residual - own).clamp(min=0)
-            total = float(left.sum())
-            accept_prob = total / (total + 1 - accept_prob) if total else 0.0
-            residual = left / total if total else residual
-            rest[tokens[child]] = 0
-        accept_probs[node] = accept_prob
-
-    visit(0, 1.0)
-    return accept_probs
-
-
-def probs_of_ends(accept_probs: list[float], parents: list[int]) -> list[float]:
-    """Probability that each node is the first one in post-order that passes."""
-    ends, missed = [0.0] * len(accept_probs), 1.0
-
-    def visit(node: int) -> None:
-        nonlocal missed
-        for child in (place for place, parent in enumerate(parents) if parent == node):
-            visit(child)
-        passes = accept_probs[node] if node else 1.0
-        ends[node], missed = missed * passes, missed * (1 - passes)
-
-    visit(0)
-    return ends
-
-
 @pytest.mark.parametrize("shape", [[-1, 0, 1, 2], [-1, 0, 0, 1, 2], [-1, 0, 1, 0, 3], [-1, 0, 0, 0, 1]], ids=str)
 def test_paths_end_as_by_the_recursion_of_the_paper(shape: list[int]) -> None:
     target, draft = TableModel.random(5, 24), TableModel.random(5, 25)
     trees = drafted_trees(draft, shape, PLAIN)
-    target_probs, draft_probs = PLAIN.probs(target.logits), PLAIN.probs(draft.logits)
+    probs = exact_probs(target.logits, PLAIN).tolist()
     for row in range(0, len(trees.weight), len(trees.weight) // 5):
         one, found = trees.select(torch.tensor([row])), torch.zeros(len(shape), dtype=torch.float64)
         for _, accepted, weight in every_outcome(target, one, PLAIN, "traversal"):
             last = accepted.path.gather(1, accepted.path_lengths[:, None].long() - 1)[:, 0].long()
             found.index_add_(0, last, weight)
-        expected = accept_probs_by_recursion(target_probs, draft_probs, one.tokens[0].tolist(), shape)
-        assert (found / found.sum()).tolist() == pytest.approx(probs_of_ends(expected, shape), abs=EXACT)
+        ends = {path[-1]: prob for path, prob, _ in traversal_ends(next(plain_trees(one)), probs)}
+        assert (found / found.sum()).tolist() == pytest.approx([ends[node] for node in range(len(shape))], abs=EXACT)
 
 
 def test_block_is_traversal_of_chains_which_may_have_several_lengths() -> None:

@@ -1,0 +1,266 @@
+"""`check_growth` and `check_drafter`: trees that can be verified without loss, by enumeration of every draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from stree.checks import check_object
+from stree.drafters import Draft, Drafter
+from stree.growth import Chain, Growth, Static
+from stree.sampling import Random, Sampling
+from stree.testing.enumeration import DRAFTS, PLAIN, drafts_of, with_own_probs
+from stree.testing.laws import drawn_problem, emitted_problem
+from stree.testing.outcomes import TooManyOutcomes, all_outcomes
+from stree.testing.reference_rules import RULES, PlainTree, plain_trees
+from stree.testing.report import CheckFailed, Report
+from stree.testing.tables import PAIRS, TableModel, table_drafter
+from stree.tree import TokenTree
+from stree.verify import Acceptance
+
+__all__ = ["check_drafter", "check_growth"]
+
+TOLERANCE, ROUNDED = 1e-9, 1e-5  # total variation: of float64 distributions, and of others
+MOST_TWICE = 20_000  # outcomes of two steps
+MOST_TOKENS = 8
+
+
+class Inspection:
+    """Looks at every draft of a check, and refuses what is no tree below the root.
+
+    Args:
+        name: of what is checked.
+        budget: most nodes.
+        vocab: size of the vocabulary.
+
+    Attributes:
+        tolerance: rounding of the distributions.
+    """
+
+    def __init__(self, name: str, budget: int, vocab: int) -> None:
+        self.name, self.budget, self.vocab, self.tolerance = name, budget, vocab, TOLERANCE
+
+    def __call__(self, draft: Draft, roots: Tensor) -> None:
+        """Inspect a draft below int64[batch] roots."""
+        tree = draft.tree
+        try:
+            tree.check()
+        except ValueError as error:
+            raise CheckFailed(f"{self.name} drafts no tree: {error}") from None
+        batch, n = tree.tokens.shape
+        wrong = [
+            (batch != len(roots), f"a tree for each of {len(roots)} sequences, got {batch}"),
+            (n > self.budget, f"at most {self.budget} nodes, got {n}"),
+            (batch == len(roots) and bool((tree.tokens[:, 0] != roots).any()), "the pending token as root"),
+            (bool((tree.tokens >= self.vocab).any()), f"tokens below {self.vocab}, got {int(tree.tokens.max())}"),
+            (int(tree.depths.max()) > draft.max_depth, f"no node deeper than max_depth, {draft.max_depth}"),
+        ]
+        for is_wrong, expected in wrong:
+            if is_wrong:
+                raise CheckFailed(f"{self.name} must draft {expected}")
+        if draft.probs is not None:
+            shapes = [[*part.shape] for part in (draft.probs.row, draft.probs.kind)]
+            if [*draft.probs.probs.shape[::2]] != [batch, self.vocab] or shapes != [[batch, n]] * 2:
+                raise CheckFailed(
+                    f"{self.name} must state probs [{batch}, rows, {self.vocab}], row and kind [{batch}, {n}], "
+                    f"got {[*draft.probs.probs.shape]} and {shapes}"
+                )
+            self.tolerance = TOLERANCE if draft.probs.probs.dtype == torch.float64 else ROUNDED
+
+
+@dataclass(slots=True)
+class Drafting:
+    """A drafter with a growth that is checked.
+
+    Attributes:
+        name: of what is checked.
+        drafter: drafts.
+        growth: shapes the trees, or None.
+        sampling: of the draft.
+        vocab: size of the vocabulary.
+        rows: most sequences of a batch.
+        where: which models draft.
+        worst: largest distance so far.
+        cases: distributions compared.
+        notes: what was left out.
+    """
+
+    name: str
+    drafter: Drafter
+    growth: Growth | None
+    sampling: Sampling
+    vocab: int
+    rows: int = 8192
+    where: str = ""
+    worst: float = 0.0
+    cases: int = 0
+    notes: tuple[str, ...] = ()
+
+    def check_step(self, budget: int, targets: Sequence[TableModel], seed: int) -> None:
+        """Check the trees of one step below every root."""
+        for root in range(self.vocab):
+            inspect, place = Inspection(self.name, budget, self.vocab), f"budget {budget}, root {root}{self.where}"
+            trees = drafts_of(
+                self.drafter, self.growth, budget, self.sampling, self.vocab, root, seed, rows=self.rows,
+                inspect=inspect,
+            )  # fmt: skip
+            tolerance = inspect.tolerance
+            self._judge(place, tolerance, drawn_problem(((tree, None) for tree in plain_trees(trees)), tolerance))
+            for target, rule in product(targets, RULES):
+                self._judge(place, tolerance, emitted_problem(target, trees, rule, root, tolerance))
+
+    def check_two_steps(self, budget: int) -> None:
+        """Check the trees of a second step, given those of the first one, of which a child is accepted or none."""
+        for accepts_child in (False, True):
+            inspect, trees = Inspection(self.name, budget, self.vocab), list[tuple[PlainTree, Hashable]]()
+            steps = self._two_steps(budget, inspect, accepts_child=accepts_child)
+            try:
+                for (first, second), _, weight in all_outcomes(
+                    steps, 1, rows=self.rows, most=MOST_TWICE, purposes=DRAFTS
+                ):
+                    whole = (weight > 0).nonzero()[:, 0]
+                    given = torch.cat([first.tree.tokens, first.tree.parents], 1)[whole].tolist()
+                    own = with_own_probs(second, self.vocab, weight).select(whole)
+                    trees += zip(plain_trees(own), map(tuple, given), strict=True)
+            except TooManyOutcomes as error:
+                self.notes = tuple(dict.fromkeys((*self.notes, f"left out: a second step of {budget} nodes, {error}")))
+                return
+            place = f"budget {budget}, second step, {'a child' if accepts_child else 'no child'} accepted{self.where}"
+            self._judge(place, inspect.tolerance, drawn_problem(trees, inspect.tolerance))
+
+    def _two_steps(
+        self, budget: int, inspect: Inspection, *, accepts_child: bool
+    ) -> Callable[[Random, Tensor], tuple[Draft, Draft]]:
+        growth = None if self.growth is None else self.growth.bind(self.sampling)
+
+        def run(rng: Random, cases: Tensor) -> tuple[Draft, Draft]:
+            roots = torch.zeros_like(cases)
+            drafting = self.drafter.start(self.vocab, [[0]] * len(cases), rng.at(roots + 1))
+            draft = drafting.propose(roots, growth, budget)
+            inspect(draft, roots)
+            first = replace(draft, tree=TokenTree(draft.tree.tokens.clone(), draft.tree.parents.clone()))
+            child = first.tree.parents == 0
+            is_accepted = child.any(1) & accepts_child
+            place = torch.where(is_accepted, child.int().argmax(1), -1)
+            path, lengths = torch.stack([roots, place], 1).int(), 1 + is_accepted.int()
+            roots = roots + 1
+            drafting.observe(Acceptance(path, lengths, roots))
+            second = drafting.propose(roots, growth, budget)
+            inspect(second, roots)
+            return first, second
+
+        return run
+
+    def _judge(self, place: str, tolerance: float, problem: tuple[float, str]) -> None:
+        apart, description = problem
+        if description:
+            raise CheckFailed(f"{self.name} is not lossless ({place}):\n{description}")
+        self.worst, self.cases = max(self.worst, apart), self.cases + 1
+
+
+def check_growth(
+    growth: Growth, *, budget: int = 4, vocab_size: int = 3, sampling: Sampling = PLAIN, seeds: Sequence[int] = (0, 1)
+) -> Report:
+    """Check that the trees of a growth can be verified without loss, by enumeration of every draw.
+
+    Trees of up to ``budget`` nodes are drawn in every possible way, below every root, with random and adversarial draft
+    models in float64.  Each drawn token must have the distribution that it is said to be drawn from, given what a
+    verifier has read before it, and recursive rejection and traversal must emit the target's distribution.
+
+    Args:
+        growth: what is checked.
+        budget: most nodes of a tree, root included; a growth of a fixed shape needs all of its nodes.
+        vocab_size: tokens.
+        sampling: of the draft, not greedy.
+        seeds: of the models.
+
+    Raises:
+        CheckFailed: the growth is not lossless; the message says where.
+        TypeError: no growth.
+        ValueError: no tree fits the budget, or there are too many outcomes: take a smaller budget, depth or vocabulary.
+    """
+    check_object("growth", growth, "bind", "stree.growth.Chain(4)")
+    sizes = _sizes(growth.bind(sampling), budget)
+    name, worst, cases, notes = f"growth {type(growth).__name__}", 0.0, 0, tuple[str, ...]()
+    for (kind, make), seed in product(PAIRS.items(), seeds):
+        target, draft = make(vocab_size, seed)
+        where = f", {kind} models of seed {seed}"
+        drafting = Drafting(name, table_drafter(draft), growth, sampling, vocab_size, where=where, notes=notes)
+        for size in sizes:
+            drafting.check_step(size, [target, TableModel.random(vocab_size, seed + 7)], seed)
+        if kind == "random":
+            drafting.check_two_steps(sizes[0])
+        worst, cases, notes = max(worst, drafting.worst), cases + drafting.cases, drafting.notes
+    return Report(name, cases, worst, notes)
+
+
+def _sizes(growth: Growth, budget: int) -> list[int]:
+    """Budgets that a growth's trees fit, of those from two nodes up."""
+    sizes, reason = [], None
+    for size in range(2, budget + 1):
+        try:
+            growth.plan(size)
+            sizes.append(size)
+        except ValueError as error:
+            reason = error
+    if not sizes:
+        raise ValueError(f"no tree of {growth} has 2 to {budget} nodes: {reason}")
+    return sizes
+
+
+def check_drafter(
+    drafter: Drafter,
+    *,
+    vocab_size: int | None = None,
+    growth: Growth | None = None,
+    budget: int = 4,
+    sampling: Sampling = PLAIN,
+    seeds: Sequence[int] = (0, 1),
+    max_batch: int | None = None,
+) -> Report:
+    """Check that what a drafter drafts can be verified without loss, by enumeration of every draw.
+
+    Its trees are drawn in every possible way, below every token as a text of one token, and once more in a second step.
+    Each drawn token must have the distribution that ``Draft.probs`` states for it, and what is emitted must have the
+    distribution of the target, whatever the target.
+
+    Args:
+        drafter: what is checked.  It draws by ``rng.choice("draft", probs, offset, node)``, and its model, if it has
+            one, has a small vocabulary, such as ``stree.testing.TableLM``.
+        vocab_size: tokens; None for those of its model, and 3 where it has none.
+        growth: of its trees; None for a chain and for siblings where it uses a growth at all.
+        budget: most nodes of a tree, root included.
+        sampling: of the draft, not greedy.
+        seeds: of the targets.
+        max_batch: most sequences of a batch; 1 for a drafter that takes one at a time.
+
+    Raises:
+        CheckFailed: the drafter is not lossless, or drafts no tree; the message says what and where.
+        TypeError: no drafter.
+        ValueError: the vocabulary is too large, or there are too many outcomes.
+        NotImplementedError: a drafter that reads a target's hidden states.
+    """
+    check_object("drafter", drafter, "hidden_layers", "stree.drafters.SuffixDrafter()")
+    if drafter.hidden_layers is not None:
+        raise NotImplementedError(f"{type(drafter).__name__} reads hidden states; check_drafter runs no target")
+    vocab = vocab_size or next((model.vocab_size for model in drafter.models), 3)
+    if not 2 <= vocab <= MOST_TOKENS:
+        raise ValueError(f"enumeration takes a vocabulary of 2 to {MOST_TOKENS} tokens, got {vocab}")
+    shapes: list[Growth | None] = [growth]
+    if growth is None and drafter.uses_growth:
+        shapes = [Chain(2), Static([2])] if budget > 2 else [Chain(1)]
+    targets = [make(vocab, seed)[0] for make, seed in product(PAIRS.values(), seeds)]
+    worst, cases, notes = 0.0, 0, tuple[str, ...]()
+    for shape in shapes:
+        drafting = Drafting(
+            f"drafter {type(drafter).__name__}", drafter, shape, sampling, vocab, max_batch or 8192,
+            where="" if shape is None else f", growth {shape}", notes=notes,
+        )  # fmt: skip
+        drafting.check_step(budget, targets, 0)
+        drafting.check_two_steps(min(budget, 3))
+        worst, cases, notes = max(worst, drafting.worst), cases + drafting.cases, drafting.notes
+    return Report(f"drafter {type(drafter).__name__}", cases, worst, notes)
