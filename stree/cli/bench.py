@@ -12,8 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from stree.cli.options import add_command, add_device, add_drafter_vocab
+from stree.grammar import GROWTHS
 
 __all__ = ["add_bench"]
+
+DEFAULT_BUDGET = 16  # of a profile
+METHODS = (
+    "a list: plain, transformers, mamba-ssm, transformers-lookup[:TOKENS], transformers-assistant[:TOKENS], "
+    "suffix[:NODES], fused[:NODES], auto, chain:FROM-TO (tuned), unrolled[:GROWTH], each also with @VERIFIER, and "
+    f"the growths {GROWTHS}; a wide choice by default"
+)
 
 
 def add_bench(commands: Any) -> None:
@@ -73,7 +81,7 @@ def _add_run(bench: Any) -> None:
         "spec_bench), or any name for JSON lines with a prompt, question, turns or text, or for plain text",
     )
     command.add_argument("--limit", type=int, default=10, help="prompts of each suite; 0 for all")
-    command.add_argument("--methods", default=None, help="see docs/results.md; a wide choice by default")
+    command.add_argument("--methods", default=None, help=METHODS)
     command.add_argument("--temperature", default="0", help="one or several, as 0,0.8; 0 is greedy")
     command.add_argument("--batch-size", type=int, default=1, help="prompts that run together")
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens of every run")
@@ -93,8 +101,13 @@ def _add_profile(bench: Any) -> None:
     """Add ``stree bench profile``."""
     command = _add(bench, "profile", _profile, "show where the time of a step goes, and its roofline")
     _add_models(command)
-    command.add_argument("--growth", default=None, help="of a draft model's trees; see docs/choosing.md")
-    command.add_argument("--budget", type=int, default=16, help="most nodes a step, root included")
+    command.add_argument("--growth", default=None, help=f"of a draft model's trees: {GROWTHS}")
+    command.add_argument(
+        "--budget",
+        type=int,
+        default=None,
+        help="most nodes a step, root included; by default what --growth names or 16",
+    )
     command.add_argument("--batch", type=int, default=1, help="sequences")
     command.add_argument("--context", type=int, default=256, help="tokens of the prompts")
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens that each sequence emits")
@@ -197,27 +210,32 @@ def _kernels(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace) -> int:
     """Run ``stree bench profile``."""
     for name, least in (("budget", 1), ("batch", 1), ("context", 1), ("max_new_tokens", 2)):
-        if getattr(arguments, name) < least:
+        if getattr(arguments, name) is not None and getattr(arguments, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
     from rich.console import Console
 
     from stree.bench.profile import Shape, profile, profile_tables
     from stree.bench.records import append, environment
     from stree.files import check_folder
-    from stree.growth import parse_growth
+    from stree.growth import sized_growth
 
     if arguments.out is not None:
         if arguments.out.is_dir():
             raise ValueError(f"--out must be a file, got the folder {arguments.out}")
         check_folder(arguments.out.parent)
-    growth = None if arguments.growth is None else parse_growth(arguments.growth)
+    growth, budget = sized_growth(arguments.growth, arguments.budget)
     pair = _load(arguments)
     if pair.head is not None:
         raise ValueError("stree bench profile times draft models, not draft heads; name another --drafter")
     if growth is not None and pair.drafter is None:
         raise ValueError("--growth shapes the trees of a draft model; there is none, give one with --drafter")
     shape = Shape(
-        growth, arguments.budget, arguments.batch, arguments.context, arguments.max_new_tokens, arguments.temperature
+        growth,
+        budget or DEFAULT_BUDGET,
+        arguments.batch,
+        arguments.context,
+        arguments.max_new_tokens,
+        arguments.temperature,
     )
     record = profile(pair, shape) | {"env": environment(pair.target.device)}
     Console().print(*profile_tables(record))

@@ -10,6 +10,8 @@ from stree.growth.plan import Layer, Plan
 
 __all__ = ["DySpec"]
 
+DEPTH = 6  # of the layers form, where none is given
+
 
 @dataclass(frozen=True)
 class DySpec(BaseGrowth):
@@ -23,7 +25,7 @@ class DySpec(BaseGrowth):
     OPT-Tree (arXiv 2406.17276) and EAGLE-2 do.
 
     Args:
-        depth: most draft calls of the layers form.
+        depth: most layers; None for 6, and for no bound in the heap form.
         width: most nodes of a layer, or None for the whole budget.
         ranks: most children of a node.
         threshold: least priority of a slot, or None for 1 / budget.
@@ -34,7 +36,7 @@ class DySpec(BaseGrowth):
         ValueError: a size below 1, a threshold outside [0, 1), or an unknown form.
     """
 
-    depth: int = 6
+    depth: int | None = None
     width: int | None = None
     ranks: int = 4
     threshold: float | None = None
@@ -52,11 +54,11 @@ class DySpec(BaseGrowth):
         nodes = budget - 1
         threshold = 1 / budget if self.threshold is None else self.threshold
         if self.form == "heap":
-            return Plan((), nodes, threshold, is_heap=True)
+            return Plan((), nodes, threshold, is_heap=True, max_depth=self.depth)
         width = nodes if self.width is None else min(self.width, nodes)
         layers: list[Layer] = []
         above = 1
-        for _ in range(self.depth if nodes else 0):
+        for _ in range((self.depth or DEPTH) if nodes else 0):
             above = min(width, above * self.ranks)
             layers.append(Layer(above, self.ranks))
         return Plan(tuple(layers), nodes, threshold, is_pruned=self.sampling.is_greedy)
