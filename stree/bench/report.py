@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,17 @@ from stree.bench.summary import PARTS, compare, pool, summarise, verdict_text
 from stree.bench.tables import interval_text, table
 from stree.files import replacing
 
-__all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "plots_of", "ratio_table", "write_page", "write_plots"]
+__all__ = [
+    "HEADINGS",
+    "LoadedRun",
+    "cells",
+    "load_runs",
+    "markdown",
+    "plots_of",
+    "ratio_table",
+    "write_page",
+    "write_plots",
+]
 
 HEADINGS = {  # column -> heading
     "suite": "suite",
@@ -176,9 +187,15 @@ def plots_of(runs: Sequence[LoadedRun]) -> list[tuple[Figure, list[LoadedRun]]]:
     return drawn
 
 
+def _with_form(row: Record) -> str:
+    """Return a method's name, of DySpec's trees with the form, as its two forms have different costs and trees."""
+    form = re.search(r"DySpec\(.*form='(\w+)'", row.get("growth") or "")
+    return row["method"] if form is None else f"{row['method']} ({form[1]})"
+
+
 def cells(row: Record) -> Mapping[str, str]:
     """Write the cells of a row by column; a row without figures has no numbers."""
-    names = {"suite": row["suite"], "temperature": f"{row['temperature']:g}", "method": row["method"]}
+    names = {"suite": row["suite"], "temperature": f"{row['temperature']:g}", "method": _with_form(row)}
     if row["status"] != "ok":
         return {**names, "output": verdict_text(row)}
     has_parts = row["drafter"] not in PEERS
