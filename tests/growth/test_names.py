@@ -89,7 +89,7 @@ def test_a_budget_beside_a_name_must_be_the_name_s(text: str, budget: Any, messa
         ("calibrated:16,beam=3", "the options depth, ranks; got 'beam=3'"),
         ("calibrated:16x4,depth=5", "depth is given twice"),
         ("calibrated:16,ranks=1.5", "ranks takes an integer, got '1.5'"),
-        ("dyspec:16,form=beam", "form must be 'layers' or 'heap', got 'beam'"),
+        ("dyspec:16,form=beam", "form must be one of layers, threshold, heap, got 'beam'"),
         ("opt-tree:60,least-gain=much", "least-gain takes a number, got 'much'"),
         ("sequoia:16,rates=0.6,0.1", "options depth, rates; got '0.1'"),
         ("chain", "it is written chain:DEPTH, with integers"),
