@@ -29,7 +29,7 @@ class Sequoia(BaseGrowth):
     Args:
         depth: most draft calls.
         rates: how often the child of each rank is the accepted one, which depends on the pair and the temperature:
-            ``stree bench fit-rates`` measures them.  The default is that of the bundled pair at temperature 0.8.
+            ``stree bench fit-rates`` measures them.  None for those of the bundled pair at temperature 0.8.
         source: what the rates were measured on, for statistics and records.
 
     Raises:
@@ -38,13 +38,13 @@ class Sequoia(BaseGrowth):
     """
 
     depth: int = 6
-    rates: Sequence[float] = RATES
+    rates: Sequence[float] | None = None
     source: str = ""
 
     def __post_init__(self) -> None:
-        rates = tuple(self.rates)
+        rates, source = (RATES, SOURCE) if self.rates is None else (tuple(self.rates), "the caller")
         object.__setattr__(self, "rates", rates)
-        object.__setattr__(self, "source", self.source or (SOURCE if rates == RATES else "the caller"))
+        object.__setattr__(self, "source", self.source or source)
         check_sizes(depth=self.depth)
         is_probs = bool(rates) and min(rates) > 0 and sum(rates) <= 1 + 1e-9  # False where one is NaN
         if not is_probs or list(rates) != sorted(rates, reverse=True):
@@ -52,7 +52,7 @@ class Sequoia(BaseGrowth):
 
     def plan(self, budget: int) -> Plan:
         """Return the plan of the best tree of the budget."""
-        parents = best_parents(budget, self.depth, tuple(self.rates))
+        parents = best_parents(budget, self.depth, tuple(self.rates or ()))
         return Static(parents).plan(budget)
 
 

@@ -13,6 +13,7 @@ from helpers.tiny_pairs import save_tiny
 from stree.bench.rates import rank_rates
 from stree.cli import main
 from stree.growth import Sequoia
+from stree.growth.sequoia import RATES
 from stree.sampling import Sampling
 
 Probs = tuple[float, ...]
@@ -53,7 +54,7 @@ def test_greedy_rates_are_the_ranks_of_the_target_s_tokens() -> None:
 
 def test_the_source_of_rates_is_named() -> None:
     assert "source='the bundled pair at temperature 0.8'" in str(Sequoia())
-    assert "source='the caller'" in str(Sequoia(rates=(0.5, 0.2)))
+    assert all("source='the caller'" in str(Sequoia(rates=rates)) for rates in ((0.5, 0.2), RATES))
 
 
 @pytest.mark.slow
