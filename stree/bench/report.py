@@ -24,7 +24,6 @@ from stree.files import replacing
 __all__ = [
     "HEADINGS",
     "LoadedRun",
-    "cells",
     "load_runs",
     "markdown",
     "plots_of",
@@ -187,15 +186,15 @@ def plots_of(runs: Sequence[LoadedRun]) -> list[tuple[Figure, list[LoadedRun]]]:
     return drawn
 
 
-def _with_form(row: Record) -> str:
+def with_form(row: Record) -> str:
     """Return a method's name, of DySpec's trees with the form, as its two forms have different costs and trees."""
-    form = re.search(r"DySpec\(.*form='(\w+)'", row.get("growth") or "")
-    return row["method"] if form is None else f"{row['method']} ({form[1]})"
+    name, form = str(row["method"]), re.search(r"DySpec\(.*form='(\w+)'", row.get("growth") or "")
+    return name if form is None or f"form={form[1]}" in name else f"{name} ({form[1]})"
 
 
 def cells(row: Record) -> Mapping[str, str]:
     """Write the cells of a row by column; a row without figures has no numbers."""
-    names = {"suite": row["suite"], "temperature": f"{row['temperature']:g}", "method": _with_form(row)}
+    names = {"suite": row["suite"], "temperature": f"{row['temperature']:g}", "method": with_form(row)}
     if row["status"] != "ok":
         return {**names, "output": verdict_text(row)}
     has_parts = row["drafter"] not in PEERS

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from stree.bench.methods import DEFAULT, parse_methods
+from stree.bench.records import ROOT
 from stree.growth import DySpec, Static
 from stree.verify import VERIFIERS
 
@@ -51,3 +54,11 @@ def test_the_default_methods_are_known() -> None:
 def test_a_bad_method_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_methods(text)
+
+
+def test_the_page_of_methods_names_files_that_exist_and_commands_that_are_read() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text()
+    files = set(re.findall(r"`((?:stree|models|kernels|tests|benchmarks)/[\w./]+)`", page))
+    assert len(files) > 25 and not [file for file in files if not (ROOT / file).exists()]
+    commands = re.findall(r"`BENCH ([^` ]+)", page)
+    assert len(commands) >= 20 and all(parse_methods(command) for command in commands)
