@@ -204,7 +204,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         if arguments.out.is_dir():
             raise ValueError(f"--out must be a file, got the folder {arguments.out}")
         check_folder(arguments.out.parent)
-    growth, budget = sized_growth(arguments.growth, arguments.budget)
+    growth, budget = sized_growth(arguments.growth, arguments.budget, DEFAULT_BUDGET)
     pair = load_pair(arguments)
     if pair.head is not None:
         raise ValueError("stree bench profile times draft models, not draft heads; name another --drafter")
@@ -212,7 +212,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         raise ValueError("--growth shapes the trees of a draft model; there is none, give one with --drafter")
     shape = Shape(
         growth,
-        budget or DEFAULT_BUDGET,
+        budget,
         arguments.batch,
         arguments.context,
         arguments.max_new_tokens,

@@ -125,10 +125,9 @@ def drafting_options(arguments: argparse.Namespace) -> dict[str, Any]:
         check_counts(budget=budget)
     if arguments.verifier not in VERIFIERS:
         raise ValueError(f"--verifier must be one of {', '.join(VERIFIERS)}, got {arguments.verifier!r}")
-    growth, budget = sized_growth(arguments.growth, budget)
+    growth, budget = sized_growth(arguments.growth, budget, arguments.default_budget)
     if isinstance(growth, TargetInit):
         raise ValueError("--growth lossy-target-init does not keep the target's distribution; stree bench run takes it")
-    budget = arguments.default_budget if budget is None else budget
     if growth is not None and isinstance(budget, int):
         growth.plan(budget)  # refuses a fixed shape above the budget
     return {"growth": growth, "budget": budget, "verifier": arguments.verifier}

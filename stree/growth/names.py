@@ -92,17 +92,19 @@ OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-def sized_growth(growth: Growth | str | None, budget: Any) -> tuple[Growth | None, Any]:
-    """Return growth and budget as objects, where the growth may be a name, which may set the budget.
+def sized_growth(growth: Growth | str | None, budget: Any, default: Any = None) -> tuple[Growth | None, Any]:
+    """Return growth and budget, where the growth may be a name, which may set the budget; ``default`` where none does.
 
     Raises:
         ValueError: a name that cannot be read, or one that sets another budget.
     """
     if not isinstance(growth, str):
-        return growth, budget
+        return growth, default if budget is None else budget
     named = parse_growth(growth)
-    if named.budget is None or budget is None or budget == named.budget:
-        return named.growth, named.budget if budget is None else budget
+    if budget is None:
+        return named.growth, default if named.budget is None else named.budget
+    if named.budget in (None, budget):
+        return named.growth, budget
     hint = "leave one of them out"
     if "x" not in growth.split("+")[0].split(",")[0]:
         name, nodes = growth.split(":")[0], budget if isinstance(budget, int) else "NODES"

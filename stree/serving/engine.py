@@ -74,8 +74,7 @@ class Engine:
     ) -> None:  # fmt: skip
         check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
         self.lm, self.max_batch, self.max_length, self.max_queue = lm, max_batch, max_length, max_queue
-        growth, budget = sized_growth(growth, budget)
-        budget = "auto" if budget is None else budget
+        growth, budget = sized_growth(growth, budget, "auto")
         self._settings = Settings(lm, drafter, growth=growth, budget=budget, verifier=verifier)
         self._drafter = self._settings.drafter
         self._batch = RunningBatch(self._settings, max_batch, max_length, self._is_cancelled, self._record)
