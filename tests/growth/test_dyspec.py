@@ -97,6 +97,15 @@ def test_the_heap_draws_at_the_slot_of_greatest_value(seed: int) -> None:
     assert draft.tree.tokens.tolist() == [tokens]
 
 
+def test_a_depth_bounds_the_heap_too() -> None:
+    dist = TableModel.random(9, 1, scale=3.0)
+    depths = [
+        int(draft_of(dist, DySpec(depth=depth, form="heap"), 17, PLAIN, random_rows(5), 5).tree.depths.max())
+        for depth in (2, None)
+    ]
+    assert depths[0] == 2 < depths[1]
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "sampled"])
 def test_sizes_of_threshold_trees_fall_with_entropy(sampling: Sampling) -> None:
     # Of about 1 / (threshold x entropy) paths the probability is at least the threshold.
