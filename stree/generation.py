@@ -81,14 +81,14 @@ def generate(
 
         How trees are drafted and verified:
         drafter: what proposes trees, or what ``stree.drafters.load`` makes one of; None for ``SuffixDrafter()``.
-        growth: the shape of a model drafter's trees, or its name as on the command line, such as "chain:4"; None for
-            its default, ``Calibrated()``.  Where nothing is grown, as with ``SuffixDrafter`` or a budget of 1, it is
-            not used, and the statistics name none.
+        growth: the shape of a model drafter's trees, or its name, such as "chain:4" or "calibrated:16x4", 16 nodes and
+            at most 4 draft calls (see docs/choosing.md); None for its default, ``Calibrated()``.  Where nothing is
+            grown, as with ``SuffixDrafter`` or a budget of 1, it is not used, and the statistics name none.
         budget: most nodes a step, root included; 1 is plain decoding.  "auto" chooses the size of every step, up to 64
             nodes, by goodput: what earlier steps emitted over the time that they took.  Greedy text and text under
             MATCH do not depend on it; sampled text of a draft model does, and so on timing and on the prompts that
-            share its batch, where under a number a seed names a text.  None: 16 for one sequence with a draft model,
-            else "auto".
+            share its batch, where under a number a seed names a text.  None: what the growth's name sets, else 16 for
+            one sequence with a draft model, else "auto".
         verifier: "auto", "match", "rejection", "traversal" or "block", see ``stree.accept``; or a rule of your own, an
             object derived from ``stree.verify.Verifier``, with which steps are not captured.
         overlap: draft the next tree while the target verifies, below the path that is likeliest to be accepted, and use

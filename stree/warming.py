@@ -34,7 +34,7 @@ def warm_up(
     lm: TreeLM,
     drafter: Drafter | None = None,
     *,
-    growth: Growth | None = None,
+    growth: Growth | str | None = None,
     max_length: int,
     budgets: Sequence[int | str] = ("auto",),
     batch_sizes: Sequence[int] = (1,),

@@ -20,12 +20,12 @@ import stree
 from benchmarks.ahead_of_time.launches import Build, recorded
 from benchmarks.ahead_of_time.whole_step import META, as_on_a_gpu, begun
 from benchmarks.published import CUT, cut
-from stree.growth.names import parse_growth
+from stree.growth import sized_growth
 from stree.verify import VERIFIERS
 
 TINY = {"num_hidden_layers": 1, "hidden_size": 16, "state_size": 16, "head_dim": 16, "num_heads": 2, "n_groups": 1}
 GROWTHS = (
-    "calibrated", "chain:4", "chain:4+sure:0.3", "stree", "sequoia", "dyspec", "dyspec-heap", "opt-tree",
+    "calibrated", "chain:4", "chain:4+sure:0.3", "stree", "sequoia", "dyspec", "dyspec:form=heap", "opt-tree",
     "eagle2+depth-stop", "calibrated+decision", "specinfer:2,2,1", "rsdc:2,2,1", "rsds:4,3",
 )  # fmt: skip
 VERIFIED = ("calibrated", "opt-tree", "specinfer:2,2,1")  # by every verifier: nodes drawn in three ways
@@ -47,7 +47,7 @@ def run_builds() -> Iterator[tuple[str, Build]]:
             lm = _meta_lm(Mamba2Config(**TINY, vocab_size=vocab), torch.bfloat16)
             for growth in (*GROWTHS, None):
                 run, nodes = f"{growth}, vocabulary of {vocab}", 1 if growth is None else 64
-                if growth == "dyspec-heap":
+                if growth == "dyspec:form=heap":
                     nodes = 6  # a draft call for every node
                 yield from _steps(f"greedy {run}", lm, nodes, growth, 0.0)
                 for verifier in VERIFIERS if growth in VERIFIED else ("auto",):
@@ -67,7 +67,7 @@ def _steps(
     pointers = mock.patch.object(Tensor, "data_ptr", _data_ptr)
     builds: list[Build] = []
     with as_on_a_gpu(), recorded(builds.append, is_launched=False), environment, pointers:
-        program, step = begun(lm, lm, nodes, None if growth is None else parse_growth(growth), temperature, **options)
+        program, step = begun(lm, lm, nodes, sized_growth(growth, None)[0], temperature, **options)
         step()
         step()
     if program.problem is not None:

@@ -1,4 +1,4 @@
-"""Write the tables and plots of README.md and docs/results.md from the records that ``benchmarks.evidence`` makes.
+"""Write the tables and plots of README.md and the pages in docs/ from the records in benchmarks/results.
 
 Run: python -m benchmarks.studies.documents
 
@@ -15,21 +15,24 @@ from functools import partial
 
 from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
+from benchmarks.studies.stree_rule import TITLES, cells
 from stree.bench.drawing import svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read_lines
-from stree.bench.report import load_runs, plots_of
+from stree.bench.report import load_runs, plots_of, with_form
 from stree.bench.summary import PARTS, Ratio
 from stree.bench.tables import interval_text, table
+from stree.growth.sequoia import RATES
 
 __all__ = ["DOCUMENTS", "PLOTS", "TABLES", "drawn", "filled"]
 
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md")
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "methods.md")
 BLOCK = re.compile(r"(?<=<!-- table )([\w-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 HEADS = ("model", "mtp", "eagle3", "dflash")
 SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "mt_bench": "MT-Bench"}
+DEFAULT_RATES = f"rates={'/'.join(f'{rate:g}' for rate in RATES)}"
 HEADINGS = {  # of methods whose name alone does not say what they are
     "transformers-lookup:10": "transformers, prompt lookup",
     "transformers-assistant:4": "transformers, assistant",
@@ -89,6 +92,23 @@ def by_method(run: str) -> str:
         cells = [tau(row), f"{row['step_ms'][0]:.1f}", _text(row["over_plain"])]
         lines[row["method"]] = lines.get(row["method"], []) + cells
     return table(["method", *titles], [[name, *cells] for name, cells in lines.items()])
+
+
+def by_tree() -> str:
+    """Show the run of growths at equal budgets, all suites together: tau, draft calls and nodes a step at each T."""
+    (loaded,) = load_runs([RESULTS / "baselines"])
+    titles = [f"{name}, T {t:g}" for t in loaded.config["temperatures"] for name in ("tau", "draft calls", "nodes")]
+    lines: dict[str, list[str]] = {}
+    for row in sorted(loaded.pooled, key=lambda row: row["temperature"]):
+        name = with_form(row).replace(DEFAULT_RATES, "rates of the default")
+        figures = [_text(row["tau_interval"]), f"{row['draft_calls']:.1f}", f"{row['verified']:.1f}"]
+        lines[name] = lines.get(name, []) + figures
+    return table(["method", *titles], [[name, *figures] for name, figures in lines.items()])
+
+
+def by_rule() -> str:
+    """Show what the rules for sampled siblings emit."""
+    return table(TITLES, map(cells, _last_record("stree-rule/results.jsonl")["rows"]))
 
 
 def by_drafter() -> str:
@@ -173,6 +193,8 @@ TABLES: dict[str, Callable[[], str]] = {  # by name
     **{f"{run}-parts": partial(by_suite, run, parts) for run in ("speed", "context", "smollm2-context")},
     **{run: partial(by_method, run) for run in ("nodes", "smollm2-nodes", "smollm2-drafter")},
     "heads": by_drafter,
+    "baselines": by_tree,
+    "stree-rule": by_rule,
     "positions": by_position,
     "batch": by_batch,
     "arrivals": by_rate,

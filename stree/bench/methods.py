@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from stree.checks import check_counts
 from stree.growth import Chain, Growth, TargetInit, parse_growth
@@ -96,11 +95,11 @@ def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
     """Read a comma-separated list of methods.
 
     ``plain``; ``transformers`` and ``mamba-ssm``, those libraries' own generation; ``transformers-lookup[:TOKENS]`` and
-    ``transformers-assistant[:TOKENS]``, transformers' prompt lookup, and its assisted generation with the drafter;
-    ``chain:FROM-TO``, a chain whose depth is tuned on prompts that are not measured; any growth that ``parse_growth``
-    reads, with ``:BUDGET`` or ``:BUDGETxDEPTH`` after a dynamic one, and after the number of its stop rule;
-    ``suffix[:BUDGET]``, ``fused[:BUDGET]``; ``auto``, the library's own choice; ``unrolled[:TREE]``, the baseline that
-    verifies a tree's paths as rows of a batch.  ``@VERIFIER`` after any of them chooses its verifier.
+    ``transformers-assistant[:TOKENS]``, transformers' prompt lookup, and its assisted generation with the drafter; any
+    growth by the name that ``growth=`` takes (``stree.growth.names``), with 16 nodes where neither the name nor the
+    shape says how many; ``chain:FROM-TO``, a chain whose depth is tuned on prompts that are not measured;
+    ``suffix[:NODES]``, ``fused[:NODES]``; ``auto``, the library's own choice; ``unrolled[:GROWTH]``, the baseline that
+    verifies a tree's paths as rows of a batch.  ``@VERIFIER`` behind any of them chooses its verifier.
 
     Args:
         text: the list.
@@ -110,7 +109,7 @@ def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
         ValueError: an unknown method (the message lists the known ones) or a name given twice.
     """
     methods: dict[str, Method] = {}
-    for name in re.split(r",(?=[a-z])", text.strip()):
+    for name in re.split(r",(?=[a-z])(?![a-z-]+=)", text.strip()):  # options of a growth have commas, too
         if name in methods:
             raise ValueError(f"method {name!r} is given twice")
         methods[name] = _parse(name, verifier)
@@ -140,50 +139,14 @@ def _parse(name: str, verifier: str) -> Method:
         if not depths or depths[0] < 1:
             raise ValueError(f"method {name!r} must go from a depth of at least 1 up")
         return Method(name, "model", Chain(depths[-1]), depths[-1] + 1, verifier, depths=depths)
-    lossy = re.fullmatch(r"lossy-target-init:(\d+),(\d+)", rest)
-    if lossy:
-        width, depth = int(lossy[1]), int(lossy[2])
-        return Method(name, "model", TargetInit(width, depth), 1 + width * (depth + 1), "auto")
     is_unrolled = kind == "unrolled"
-    growth, nodes = _parse_tree((shape or f"dyspec:{BUDGET}") if is_unrolled else rest, name)
-    return Method(name, "model", growth, nodes, verifier, is_unrolled)
-
-
-def _parse_tree(text: str, name: str) -> tuple[Growth, int]:
-    """Read a growth and its budget."""
-    sized = re.fullmatch(r"(.*?):(\d+)(?:x(\d+))?", text)
-    if sized:
-        growth = _growth(sized[1])
-        if growth is not None and re.search(r"\+[^:]*$", sized[1]) and not sized[3]:
-            raise ValueError(
-                f"method {name!r} does not say whether {sized[2]} is the stop rule's number or the budget; "
-                f"write {sized[1]}:NUMBER:BUDGET"
-            )
-        if growth is not None:
-            return _with_depth(growth, sized[3], name), int(sized[2])
     try:
-        growth = parse_growth(text)
+        named = parse_growth((shape or f"dyspec:{BUDGET}") if is_unrolled else rest)
     except ValueError as error:
         known = ", ".join([*ALONE, *ASSISTED, *RETRIEVAL, "unrolled"])
         raise ValueError(f"method {name!r} is unknown; known are {known}, and growths: {error}") from error
-    return growth, _nodes(growth)
-
-
-def _growth(text: str) -> Growth | None:
-    """Read a growth, or None where it is none."""
-    try:
-        return parse_growth(text)
-    except ValueError:
-        return None
-
-
-def _with_depth(growth: Any, depth: str | None, name: str) -> Growth:
-    """Set the largest depth of a growth."""
-    if depth is None:
-        return growth  # type: ignore[no-any-return]
-    if "depth" not in {field.name for field in fields(growth)}:
-        raise ValueError(f"method {name!r} gives a depth, but {type(growth).__name__} has none")
-    return replace(growth, depth=int(depth))  # type: ignore[no-any-return]
+    budget = _nodes(named.growth) if named.budget is None else named.budget
+    return Method(name, "model", named.growth, budget, verifier, is_unrolled)
 
 
 def _nodes(growth: Growth) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,16 @@ from stree.bench.summary import PARTS, compare, pool, summarise, verdict_text
 from stree.bench.tables import interval_text, table
 from stree.files import replacing
 
-__all__ = ["HEADINGS", "LoadedRun", "load_runs", "markdown", "plots_of", "ratio_table", "write_page", "write_plots"]
+__all__ = [
+    "HEADINGS",
+    "LoadedRun",
+    "load_runs",
+    "markdown",
+    "plots_of",
+    "ratio_table",
+    "write_page",
+    "write_plots",
+]
 
 HEADINGS = {  # column -> heading
     "suite": "suite",
@@ -176,9 +186,15 @@ def plots_of(runs: Sequence[LoadedRun]) -> list[tuple[Figure, list[LoadedRun]]]:
     return drawn
 
 
+def with_form(row: Record) -> str:
+    """Return a method's name, of DySpec's trees with the form, as its two forms have different costs and trees."""
+    name, form = str(row["method"]), re.search(r"DySpec\(.*form='(\w+)'", row.get("growth") or "")
+    return name if form is None or f"form={form[1]}" in name else f"{name} ({form[1]})"
+
+
 def cells(row: Record) -> Mapping[str, str]:
     """Write the cells of a row by column; a row without figures has no numbers."""
-    names = {"suite": row["suite"], "temperature": f"{row['temperature']:g}", "method": row["method"]}
+    names = {"suite": row["suite"], "temperature": f"{row['temperature']:g}", "method": with_form(row)}
     if row["status"] != "ok":
         return {**names, "output": verdict_text(row)}
     has_parts = row["drafter"] not in PEERS

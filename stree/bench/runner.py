@@ -22,10 +22,12 @@ from stree.bench.lossless import check_method, judge, reason_of
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.plan import Block, Key, Settings, Suite, plan_blocks
+from stree.bench.rates import Rates, uses_default_rates
 from stree.bench.records import Record, environment, quantiles
 from stree.bench.summary import verdict_text
 from stree.decode.step_cache import rounded, step_cache_of
 from stree.files import alone_in
+from stree.growth.sequoia import SOURCE
 
 __all__ = ["Runner", "run_bench"]
 
@@ -45,6 +47,7 @@ class Runner:
         settings: how they are run.
         directory: where records go.
         env: environment of this start; some of it is in every record.
+        rates: of Sequoia's trees, or None for the default ones.
 
     Attributes:
         say: called with every line that is reported.
@@ -59,9 +62,10 @@ class Runner:
         settings: Settings,
         directory: RunDirectory,
         env: Record,
+        rates: Rates | None = None,
     ) -> None:
         self.pair, self.methods, self.suites, self.settings = pair, list(methods), list(suites), settings
-        self.directory = directory
+        self.directory, self.rates = directory, rates
         self.base = {"bench": "run", "dtype": pair.dtype, "env": {name: env[name] for name in ENV if name in env}}
         self.say: Callable[[str], None] = print
         self.advance: Callable[[int], None] = lambda count: None
@@ -92,9 +96,9 @@ class Runner:
                         runnable = self._measure(block, number, runnable)
 
     def _tuned(self, method: Method, suite: Suite, temperature: float) -> Method:
-        """Choose a chain's depth on held-out prompts, once for a suite and temperature."""
+        """Choose a chain's depth on held-out prompts, once for a suite and temperature; give Sequoia its rates."""
         if not method.depths:
-            return method
+            return method if self.rates is None else self.rates.of(method, temperature)
         params = {"suite": suite.name, "temperature": temperature}
         for record in self.directory.find("tuning", **params):
             if record["provider"] == method.name:
@@ -221,9 +225,10 @@ class Runner:
 
 
 def run_bench(
-    pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, out: Path, *, force: bool
-) -> None:
-    """Run what is not finished in ``out``.
+    pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, out: Path, *, force: bool,
+    rates: Rates | None = None,
+) -> None:  # fmt: skip
+    """Run what is not finished in ``out``; Sequoia's trees are made from ``rates``, or from the default ones.
 
     Raises:
         ValueError: the directory holds another run, or another process writes into it; nothing has run then.
@@ -235,13 +240,18 @@ def run_bench(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with alone_in(out), Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         config = _config(pair, methods, suites, settings, env)
+        if rates is not None:
+            config["rates"] = {f"{t:g}": rates.by_temperature[t] for t in settings.temperatures}
         directory = RunDirectory(out, config, {**env, "command": command}, force=force)
         task = bar.add_task("measuring")
 
-        runner = Runner(pair, methods, suites, settings, directory, env)
+        runner = Runner(pair, methods, suites, settings, directory, env, rates)
         runner.say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
         runner.advance = partial(bar.advance, task)
         bar.update(task, total=runner.num_runs)
+        names = [method.name for method in methods if rates is None and uses_default_rates(method.growth)]
+        if names:
+            runner.say(f"{', '.join(names)} uses acceptance rates of {SOURCE}; 'stree bench fit-rates' measures others")
         try:
             runner.run()
         except (KeyboardInterrupt, OSError):

@@ -164,6 +164,7 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
         "verifier": blocks[0]["verifier"],
         "drafter": blocks[0]["params"]["drafter"],
         "budget": blocks[0]["params"]["budget"],
+        "growth": blocks[0]["params"].get("growth"),
         "prompts": sum(count for count, _ in speeds),
         "tau": mean_tau(blocks),
         "draft_calls": sum(block["draft_calls"] for block in blocks) / steps,

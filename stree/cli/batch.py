@@ -31,8 +31,7 @@ def add_batch(commands: Any) -> None:
         help="GPUs of each worker, or a share of one; by default 1 where the cluster has GPUs, unless --device is cpu",
     )  # fmt: skip
     command.add_argument("--max-batch", type=int, default=8, help="most sequences of a worker at once")
-    add_generation(command)
-    command.set_defaults(budget="auto")
+    add_generation(command, default_budget="auto")
 
 
 def _batch(arguments: argparse.Namespace) -> int:
@@ -71,8 +70,9 @@ def _absolute(name: str | None) -> str | None:
 
 def _settings(arguments: argparse.Namespace, options: dict[str, Any]) -> dict[str, Any]:
     """List what decides the texts of a job; workers and devices do not."""
-    names = ("target", "tokenizer", "drafter", "datastore", "drafter_vocab", "growth", "budget", "verifier", "chat")
+    names = ("target", "tokenizer", "drafter", "datastore", "drafter_vocab", "growth", "verifier", "chat")
     return {
+        "budget": str(options["budget"]),
         **{name: getattr(arguments, name) for name in (*names, "dtype", "max_new_tokens", "seed")},
         **asdict(options["sampling"]),
     }

@@ -7,13 +7,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stree.cli.options import add_command, add_device, add_drafter_vocab
+from stree.cli.bench_options import add_bench_command, add_models, load_pair, temperatures_of
+from stree.cli.fit_rates import add_fit_rates
+from stree.cli.options import add_drafter_vocab
+from stree.grammar import GROWTHS
 
 __all__ = ["add_bench"]
+
+DEFAULT_BUDGET = 16  # of a profile
+METHODS = (
+    "a list: plain, transformers, mamba-ssm, transformers-lookup[:TOKENS], transformers-assistant[:TOKENS], "
+    "suffix[:NODES], fused[:NODES], auto, chain:FROM-TO (tuned), unrolled[:GROWTH], each also with @VERIFIER, and "
+    f"the growths {GROWTHS}; a wide choice by default"
+)
 
 
 def add_bench(commands: Any) -> None:
@@ -21,7 +30,8 @@ def add_bench(commands: Any) -> None:
     parser = commands.add_parser("bench", help="measure and compare", description="Measure and compare methods.")
     bench = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run(bench)
-    command = _add(bench, "report", _report, "show one or several runs as a table and one HTML page")
+    add_fit_rates(bench)
+    command = add_bench_command(bench, "report", _report, "show one or several runs as a table and one HTML page")
     command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="directory of a run")
     command.add_argument("--markdown", action="store_true", help="only print the table")
     command.add_argument(
@@ -30,41 +40,20 @@ def add_bench(commands: Any) -> None:
     command.add_argument("--out", type=Path, default=None, help="where report.html goes; by default the first DIR")
     command.add_argument("--plots", type=Path, default=None, metavar="FOLDER", help="also write plots as SVG files")
     command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
-    command = _add(bench, "kernels", _kernels, "compare every kernel with the reference and time it on a GPU")
+    command = add_bench_command(
+        bench, "kernels", _kernels, "compare every kernel with the reference and time it on a GPU"
+    )
     command.add_argument("--smoke", action="store_true", help="tiny sizes, to see that everything runs")
     command.add_argument("--out", type=Path, default=Path("runs/kernels"), help="folder of the records")
     _add_profile(bench)
 
 
-def _add(bench: Any, name: str, run: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-    """Add one command, which names the extra to install where a package of it is missing."""
-
-    def guarded(arguments: argparse.Namespace) -> int:
-        try:
-            return run(arguments)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{error}; install stree[bench]") from error
-
-    return add_command(bench, name, guarded, text)
-
-
-def _add_models(command: argparse.ArgumentParser) -> None:
-    """Add the options that choose models and device."""
-    command.add_argument("--target", default="bundled", help="'bundled', 'smollm2', a folder, or a hub id")
-    command.add_argument(
-        "--drafter",
-        default=None,
-        help="likewise, 'smollm2:6' for its first layers, or a draft head, 'bundled-mtp', 'mtp' or 'none'; by default "
-        "'bundled' for the bundled target, else 'none'",
-    )
-    add_device(command)
-    command.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
-
-
 def _add_run(bench: Any) -> None:
     """Add ``stree bench run``."""
-    command = _add(bench, "run", _run, "run methods on prompt suites; the same command resumes an interrupted run")
-    _add_models(command)
+    command = add_bench_command(
+        bench, "run", _run, "run methods on prompt suites; the same command resumes an interrupted run"
+    )
+    add_models(command)
     add_drafter_vocab(command)
     command.add_argument(
         "--suite",
@@ -73,7 +62,7 @@ def _add_run(bench: Any) -> None:
         "spec_bench), or any name for JSON lines with a prompt, question, turns or text, or for plain text",
     )
     command.add_argument("--limit", type=int, default=10, help="prompts of each suite; 0 for all")
-    command.add_argument("--methods", default=None, help="see docs/results.md; a wide choice by default")
+    command.add_argument("--methods", default=None, help=METHODS)
     command.add_argument("--temperature", default="0", help="one or several, as 0,0.8; 0 is greedy")
     command.add_argument("--batch-size", type=int, default=1, help="prompts that run together")
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens of every run")
@@ -82,6 +71,9 @@ def _add_run(bench: Any) -> None:
         "--test-distribution", type=int, default=0, metavar="TEXTS",
         help="texts a suite for the statistical test of sampled text; 0 for none",
     )  # fmt: skip
+    command.add_argument(
+        "--rates", type=Path, default=None, help="of Sequoia's trees, made by 'stree bench fit-rates' for this pair"
+    )
     command.add_argument("--compile", action="store_true", help="compile the scoring of trees on a CPU; needs g++")
     command.add_argument("--chat", action="store_true", help="put prompts through the tokenizer's chat template")
     command.add_argument("--out", type=Path, required=True, help="directory of the run")
@@ -91,10 +83,15 @@ def _add_run(bench: Any) -> None:
 
 def _add_profile(bench: Any) -> None:
     """Add ``stree bench profile``."""
-    command = _add(bench, "profile", _profile, "show where the time of a step goes, and its roofline")
-    _add_models(command)
-    command.add_argument("--growth", default=None, help="of a draft model's trees; see docs/choosing.md")
-    command.add_argument("--budget", type=int, default=16, help="most nodes a step, root included")
+    command = add_bench_command(bench, "profile", _profile, "show where the time of a step goes, and its roofline")
+    add_models(command)
+    command.add_argument("--growth", default=None, help=f"of a draft model's trees: {GROWTHS}")
+    command.add_argument(
+        "--budget",
+        type=int,
+        default=None,
+        help="most nodes a step, root included; by default what --growth names or 16",
+    )
     command.add_argument("--batch", type=int, default=1, help="sequences")
     command.add_argument("--context", type=int, default=256, help="tokens of the prompts")
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens that each sequence emits")
@@ -116,28 +113,25 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.limit < 0:
         raise ValueError(f"--limit must not be negative, got {arguments.limit}")
     settings = Settings(
-        arguments.max_new_tokens, _temperatures(arguments.temperature), arguments.batch_size, arguments.seed,
+        arguments.max_new_tokens, temperatures_of(arguments.temperature), arguments.batch_size, arguments.seed,
         arguments.test_distribution, arguments.chat,
     )  # fmt: skip
     methods = parse_methods(arguments.methods if arguments.methods is not None else DEFAULT)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None)
-    pair = _load(arguments, arguments.drafter_vocab)
+    pair = load_pair(arguments, arguments.drafter_vocab)
     if arguments.compile:
         pair.compile()
     pair.encode(suites[0].prompts[0].turns[:1], chat=settings.chat)  # raises for a chat template that does not exist
-    run_bench(pair, methods, suites, settings, arguments.out, force=arguments.force)
+    rates = None
+    if arguments.rates is not None:
+        from stree.bench.rates import Rates
+
+        rates = Rates.load(arguments.rates, pair.names, settings.temperatures)
+    run_bench(pair, methods, suites, settings, arguments.out, force=arguments.force, rates=rates)
     runs = load_runs([arguments.out])
     write_page(runs, arguments.out / "report.html")
     _print_runs(runs, as_json=arguments.json)
     return 0
-
-
-def _temperatures(text: str) -> tuple[float, ...]:
-    """Read one number or several."""
-    try:
-        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
-    except ValueError as error:
-        raise ValueError(f"--temperature must be a number or several, as 0,0.8, got {text!r}") from error
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -197,27 +191,32 @@ def _kernels(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace) -> int:
     """Run ``stree bench profile``."""
     for name, least in (("budget", 1), ("batch", 1), ("context", 1), ("max_new_tokens", 2)):
-        if getattr(arguments, name) < least:
+        if getattr(arguments, name) is not None and getattr(arguments, name) < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(arguments, name)}")
     from rich.console import Console
 
     from stree.bench.profile import Shape, profile, profile_tables
     from stree.bench.records import append, environment
     from stree.files import check_folder
-    from stree.growth import parse_growth
+    from stree.growth import sized_growth
 
     if arguments.out is not None:
         if arguments.out.is_dir():
             raise ValueError(f"--out must be a file, got the folder {arguments.out}")
         check_folder(arguments.out.parent)
-    growth = None if arguments.growth is None else parse_growth(arguments.growth)
-    pair = _load(arguments)
+    growth, budget = sized_growth(arguments.growth, arguments.budget, DEFAULT_BUDGET)
+    pair = load_pair(arguments)
     if pair.head is not None:
         raise ValueError("stree bench profile times draft models, not draft heads; name another --drafter")
     if growth is not None and pair.drafter is None:
         raise ValueError("--growth shapes the trees of a draft model; there is none, give one with --drafter")
     shape = Shape(
-        growth, arguments.budget, arguments.batch, arguments.context, arguments.max_new_tokens, arguments.temperature
+        growth,
+        budget,
+        arguments.batch,
+        arguments.context,
+        arguments.max_new_tokens,
+        arguments.temperature,
     )
     record = profile(pair, shape) | {"env": environment(pair.target.device)}
     Console().print(*profile_tables(record))
@@ -226,16 +225,3 @@ def _profile(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(record))
     return 0
-
-
-def _load(arguments: argparse.Namespace, drafter_vocab: str | None = None) -> Any:
-    """Load the models that the options name."""
-    import torch
-
-    from stree.bench.pair import Pair
-
-    if arguments.threads < 0:
-        raise ValueError(f"--threads must not be negative, got {arguments.threads}")
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    return Pair.load(arguments.target, arguments.drafter, arguments.device, arguments.dtype, drafter_vocab)

@@ -114,7 +114,7 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def drafting_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the options of growth, budget and verifier, and return them."""
     from stree.checks import check_counts
-    from stree.growth import parse_growth
+    from stree.growth import TargetInit, sized_growth
     from stree.verify import VERIFIERS
 
     budget: Any = arguments.budget
@@ -125,7 +125,9 @@ def drafting_options(arguments: argparse.Namespace) -> dict[str, Any]:
         check_counts(budget=budget)
     if arguments.verifier not in VERIFIERS:
         raise ValueError(f"--verifier must be one of {', '.join(VERIFIERS)}, got {arguments.verifier!r}")
-    growth = None if arguments.growth is None else parse_growth(arguments.growth)
+    growth, budget = sized_growth(arguments.growth, budget, arguments.default_budget)
+    if isinstance(growth, TargetInit):
+        raise ValueError("--growth lossy-target-init does not keep the target's distribution; stree bench run takes it")
     if growth is not None and isinstance(budget, int):
         growth.plan(budget)  # refuses a fixed shape above the budget
     return {"growth": growth, "budget": budget, "verifier": arguments.verifier}

@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
+from stree.grammar import GROWTHS
+
 __all__ = [
     "add_command", "add_device", "add_drafter_vocab", "add_drafting", "add_generation", "add_launching", "add_target",
 ]  # fmt: skip
@@ -41,10 +43,10 @@ def add_launching(command: argparse.ArgumentParser) -> None:
     command.add_argument("--compile", action="store_true", help="compile the scoring of trees on a CPU; needs g++")
 
 
-def add_generation(command: argparse.ArgumentParser) -> None:
+def add_generation(command: argparse.ArgumentParser, *, default_budget: str | None = None) -> None:
     """Add the options of every command that generates: models, drafting, sampling, limits."""
     add_target(command)
-    add_drafting(command)
+    add_drafting(command, default_budget=default_budget)
     command.add_argument("--chat", action="store_true", help="put a prompt into the tokenizer's chat template")
     command.add_argument(
         "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"
@@ -64,8 +66,14 @@ def add_drafter_vocab(command: argparse.ArgumentParser) -> None:
     command.add_argument("--drafter-vocab", default=None, help="tokens a draft model keeps, made by 'stree trim-vocab'")
 
 
-def add_drafting(command: argparse.ArgumentParser, *, files: bool = True) -> None:
-    """Add the options of the drafter, its trees and their verification; with ``files`` what it reads beside models."""
+def add_drafting(command: argparse.ArgumentParser, *, files: bool = True, default_budget: str | None = None) -> None:
+    """Add the options of the drafter, its trees and their verification.
+
+    Args:
+        command: of the command line.
+        files: whether to add what a drafter reads beside models.
+        default_budget: where neither ``--budget`` nor the growth's name says one; None for that of ``stree.generate``.
+    """
     command.add_argument(
         "--drafter",
         default=None,
@@ -80,9 +88,13 @@ def add_drafting(command: argparse.ArgumentParser, *, files: bool = True) -> Non
     command.add_argument(
         "--growth",
         default=None,
-        help="a draft model's trees: calibrated, dyspec, dyspec-heap, sequoia, chain:4, static:3,2, rsdc:3,2, stree",
+        help=f"a draft model's trees (docs/choosing.md): {GROWTHS}",
     )
     command.add_argument(
-        "--budget", default=None, help="most nodes a step, root included; 1 is plain decoding, auto by goodput"
+        "--budget",
+        default=None,
+        help="most nodes a step, root included; 1 is plain decoding, auto by goodput; by default what --growth names, "
+        f"else {default_budget or '16 for one text with a draft model, auto for others'}",
     )
+    command.set_defaults(default_budget=default_budget)
     command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")

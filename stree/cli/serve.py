@@ -25,7 +25,7 @@ def add_serve(commands: Any) -> None:
     command.add_argument("target", nargs="?", default="bundled", metavar="MODEL", help="'bundled', a folder, or hub id")
     command.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
     command.add_argument("--name", default=None, help="the model's name in requests; MODEL by default")
-    add_drafting(command)
+    add_drafting(command, default_budget="auto")
     command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of the machine's")
     command.add_argument("--port", type=int, default=8000, help="port to listen at")
     command.add_argument("--max-batch", type=int, default=8, help="most requests that run at once")
@@ -45,7 +45,6 @@ def add_serve(commands: Any) -> None:
     command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
     add_device(command)
     add_launching(command)
-    command.set_defaults(budget="auto")
 
 
 def _serve(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from stree.decode.request import Batch
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter, check_vocabulary, load
 from stree.drafters.overlapped import OverlappedDrafter
 from stree.drafters.target_init import drafter_and_verifier
-from stree.growth import Growth, parse_growth
+from stree.growth import Growth, sized_growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.verify import LONGEST, Verifier, verifier_of
@@ -51,7 +51,7 @@ class Settings:
         policy: Callable[[Growth | None, Sequence[int]], BudgetPolicy] | None = None,
     ) -> None:  # fmt: skip
         check_object("lm", lm, "new_state", "stree.TreeLM(model)")
-        self.growth = parse_growth(growth) if isinstance(growth, str) else growth
+        self.growth, budget = sized_growth(growth, budget)
         if growth is not None:
             check_object("growth", self.growth, "bind", "stree.growth.Chain(4)")
         if cancelled is not None:

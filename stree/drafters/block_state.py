@@ -100,4 +100,5 @@ def within_block(plan: Plan, depth: int) -> Plan:
     """Leave out the layers of a plan below ``depth``, which a block does not reach."""
     layers = plan.layers[:depth]
     most = plan.num_nodes if plan.is_heap else sum(layer.width + layer.leaves for layer in layers)
+    depth = min(depth, depth if plan.max_depth is None else plan.max_depth)
     return replace(plan, layers=layers, num_nodes=min(plan.num_nodes, most), max_depth=depth)

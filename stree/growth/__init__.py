@@ -12,7 +12,7 @@ from stree.growth.depth_stop import DepthStop
 from stree.growth.dyspec import DySpec
 from stree.growth.eagle2 import Eagle2
 from stree.growth.mcsd import DecisionStop, TargetInit
-from stree.growth.names import parse_growth
+from stree.growth.names import NamedGrowth, parse_growth, sized_growth
 from stree.growth.opt_tree import OptTree
 from stree.growth.plan import Layer, Plan, choose_slots
 from stree.growth.rsd import RSDC, RSDS
@@ -37,6 +37,7 @@ __all__ = [
     "KeptSlots",
     "Layer",
     "Limited",
+    "NamedGrowth",
     "OptTree",
     "Plan",
     "Proposal",
@@ -50,4 +51,5 @@ __all__ = [
     "choose_slots",
     "learns_alike",
     "parse_growth",
+    "sized_growth",
 ]

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from stree.growth.acceptance_model import AcceptanceModel
+from stree.growth.eagle2 import Eagle2
 from stree.growth.stops import Stop, StoppedGrowth, StoppedModel
 
 __all__ = ["DepthStop"]
+
+DEPTH = 11  # of EAGLE-2's trees in the paper
 
 
 @dataclass(frozen=True)
 class DepthStop(StoppedGrowth, Stop):
     """Stop where the summed value of a layer's nodes is too small (Dynamic Depth Decoding, arXiv 2409.00142).
 
-    The paper adds the rule to EAGLE-2 with up to 11 layers and looks at three of them.  It compares the logarithm of
-    the sum of the beam's path probabilities with a threshold; here values come from the growth's acceptance model, and
-    nodes that can no longer be proposed count as 0.  Below the default threshold the next draft call added an accepted
-    token in at most one step of eight (bundled pair, 34 nodes of ``Calibrated`` and EAGLE-2 at temperatures 0 and 0.8,
-    layers 4 to 7, 16 prompts of HumanEval and GSM8K).
+    The paper adds the rule to EAGLE-2 with up to 11 layers, which ``Eagle2()`` has under this rule, and looks at three
+    of them.  It compares the logarithm of the sum of the beam's path probabilities with a threshold; here values come
+    from the growth's acceptance model, and nodes that can no longer be proposed count as 0.  Below the default
+    threshold the next draft call added an accepted token in at most one step of eight (bundled pair, 34 nodes of
+    ``Calibrated`` and EAGLE-2 at temperatures 0 and 0.8, layers 4 to 7, 16 prompts of HumanEval and GSM8K).
 
     Args:
         base: a growth of layers.
@@ -40,6 +43,8 @@ class DepthStop(StoppedGrowth, Stop):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.base, Eagle2) and self.base.depth is None:
+            object.__setattr__(self, "base", replace(self.base, depth=DEPTH))
         if not self.threshold <= 0:
             raise ValueError(f"threshold must be a log-probability, at most 0, got {self.threshold}")
         if self.layers is not None:

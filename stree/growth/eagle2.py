@@ -13,6 +13,8 @@ from stree.growth.plan import Layer, Plan
 
 __all__ = ["Eagle2"]
 
+DEPTH = 6  # where none is given
+
 
 @dataclass(frozen=True)
 class Eagle2(BaseGrowth):
@@ -24,7 +26,7 @@ class Eagle2(BaseGrowth):
     temperature, so MATCH verifies them.
 
     Args:
-        depth: most draft calls.
+        depth: most draft calls; None for 6, and for the 11 of Dynamic Depth Decoding under its rule, ``DepthStop``.
         beam: most nodes of a draft call, and most children of a node.
 
     Raises:
@@ -32,7 +34,7 @@ class Eagle2(BaseGrowth):
         ValueError: a size below 1.
     """
 
-    depth: int = 6
+    depth: int | None = None
     beam: int = 10
 
     def __post_init__(self) -> None:
@@ -43,7 +45,7 @@ class Eagle2(BaseGrowth):
         nodes = budget - 1
         layers: list[Layer] = []
         above = 1
-        for _ in range(self.depth if nodes else 0):
+        for _ in range((self.depth or DEPTH) if nodes else 0):
             candidates = min(nodes, above * self.beam)  # more are never among the best
             above = min(self.beam, candidates)
             layers.append(Layer(above, self.beam, leaves=candidates - above))

@@ -1,17 +1,30 @@
-"""Names of growths on the command line."""
+"""Names of growths: the one grammar of ``growth=``, ``--growth`` and the methods of ``stree bench run``.
+
+    calibrated  dyspec  sequoia  opt-tree  eagle2                  with  [:NODES[xDEPTH]][,OPTION=VALUE...]
+    chain:DEPTH  static:WIDTH,...  rsdc:WIDTH,...  specinfer:WIDTH,...  rsds:WIDTH,DEPTH  stree
+    lossy-target-init:WIDTH,DEPTH
+    +sure:PROB  +depth-stop[:LOG]  +decision[:PROB]                stop rules, behind any of them
+
+NODES counts the root and is the budget; DEPTH is the number of draft calls, at most.  A fixed shape has its own number
+of nodes, and runs under any budget that holds it.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from stree.checks import check_counts
+from stree.grammar import GROWTHS
 from stree.growth.base import Growth
 from stree.growth.calibrated import Calibrated
 from stree.growth.chain import Chain
 from stree.growth.depth_stop import DepthStop
 from stree.growth.dyspec import DySpec
 from stree.growth.eagle2 import Eagle2
-from stree.growth.mcsd import DecisionStop
+from stree.growth.mcsd import DecisionStop, TargetInit
 from stree.growth.opt_tree import OptTree
 from stree.growth.rsd import RSDC, RSDS
 from stree.growth.sequoia import Sequoia
@@ -19,76 +32,158 @@ from stree.growth.specinfer import SpecInfer
 from stree.growth.static import Static
 from stree.growth.stops import Confidence
 
-__all__ = ["parse_growth"]
+__all__ = ["NamedGrowth", "parse_growth", "sized_growth"]
 
-BY_NAME: dict[str, Callable[[], Growth]] = {
-    "calibrated": Calibrated,
-    "dyspec": DySpec,
-    "dyspec-heap": lambda: DySpec(form="heap"),
-    "sequoia": Sequoia,
-    "opt-tree": OptTree,
-    "eagle2": Eagle2,
-    "stree": Static.stree,
+
+@dataclass(frozen=True, slots=True)
+class NamedGrowth:
+    """What a name says.
+
+    Attributes:
+        growth: the shape of the trees.
+        budget: nodes a step, root included, where the name sets it.
+    """
+
+    growth: Growth
+    budget: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """A shape whose number of nodes is fixed.
+
+    Attributes:
+        form: how it is written.
+        count: how many numbers it has, or None for at least one.
+        make: makes it from its numbers.
+    """
+
+    form: str
+    count: int | None
+    make: Callable[[list[int]], Growth]
+
+
+DYNAMIC: dict[str, Any] = {  # classes
+    "calibrated": Calibrated, "dyspec": DySpec, "sequoia": Sequoia, "opt-tree": OptTree, "eagle2": Eagle2
+}  # fmt: skip
+FIXED = {
+    "chain": _Fixed("chain:DEPTH", 1, lambda numbers: Chain(numbers[0])),
+    "static": _Fixed("static:WIDTH,...", None, Static),
+    "rsdc": _Fixed("rsdc:WIDTH,...", None, RSDC),
+    "specinfer": _Fixed("specinfer:WIDTH,...", None, SpecInfer),
+    "rsds": _Fixed("rsds:WIDTH,DEPTH", 2, lambda numbers: RSDS(*numbers)),
+    "lossy-target-init": _Fixed("lossy-target-init:WIDTH,DEPTH", 2, lambda numbers: TargetInit(*numbers)),
+    "stree": _Fixed("stree", 0, lambda _: Static.stree()),
 }
-BY_DEPTH: dict[str, Callable[[int], Growth]] = {
-    "calibrated": Calibrated,
-    "sequoia": Sequoia,
-    "opt-tree": OptTree,
-    "eagle2": Eagle2,
-    "chain": Chain,
-}
-BY_WIDTHS: dict[str, Callable[[list[int]], Growth]] = {"static": Static, "rsdc": RSDC, "specinfer": SpecInfer}
+FORMER = {"dyspec-heap": "dyspec:NODES,form=heap", "opttree": "opt-tree:NODESxDEPTH"}  # name -> how it is written now
 STOPS = ("depth-stop", "decision", "sure")
-KNOWN = (
-    f"{', '.join(BY_NAME)}, {', '.join(f'{name}:DEPTH' for name in BY_DEPTH)}, "
-    f"{', '.join(f'{name}:WIDTH,WIDTH,...' for name in BY_WIDTHS)} or rsds:WIDTH,DEPTH, "
-    "+depth-stop[:LOG], +decision[:SCORE], or +sure:PROB"
-)
 
 
-def parse_growth(text: str) -> Growth:
-    """Parse the command line's name of a growth: calibrated, dyspec-heap, eagle2:6, chain:4, static:3,2, rsds:4,3, ...
+def _rates(text: str) -> tuple[float, ...]:
+    """Read rates as 0.6/0.1/0.05."""
+    return tuple(map(float, text.split("/")))
 
-    One number after the colon is the depth, a list the widths by depth.  A stop rule follows a plus:
-    ``eagle2+depth-stop``, ``calibrated+decision:0.3``, ``chain:8+sure:0.4``.
+
+OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    **dict.fromkeys(("depth", "ranks", "width", "beam"), ("an integer", int)),
+    **dict.fromkeys(("threshold", "least_gain"), ("a number", float)),
+    "form": ("a word", str),
+    "rates": ("numbers with slashes between them", _rates),
+}
+
+
+def sized_growth(growth: Growth | str | None, budget: Any, default: Any = None) -> tuple[Growth | None, Any]:
+    """Return growth and budget, where the growth may be a name, which may set the budget; ``default`` where none does.
 
     Raises:
-        ValueError: an unknown name, or text that is not a number where one belongs.
+        ValueError: a name that cannot be read, or one that sets another budget.
     """
-    shape, plus, stop = text.partition("+")
-    name, _, rest = shape.partition(":")
+    if not isinstance(growth, str):
+        return growth, default if budget is None else budget
+    named = parse_growth(growth)
+    if budget is None:
+        return named.growth, default if named.budget is None else named.budget
+    if named.budget in (None, budget):
+        return named.growth, budget
+    hint = "leave one of them out"
+    if "x" not in growth.split("+")[0].split(",")[0]:
+        name, nodes = growth.split(":")[0], budget if isinstance(budget, int) else "NODES"
+        hint += f"; for at most {named.budget} draft calls write '{name}:{nodes}x{named.budget}'"
+    raise ValueError(f"growth {growth!r} sets a budget of {named.budget} nodes, and budget is {budget!r}: {hint}")
+
+
+def parse_growth(text: str) -> NamedGrowth:
+    """Read a name: calibrated:16x4, dyspec:32, eagle2:60x11+depth-stop, chain:8+sure:0.4, static:3,2, ...
+
+    Raises:
+        ValueError: an unknown name, or numbers and options that it does not take; the message lists what is known.
+    """
+    shape, *stops = text.split("+")
+    name, colon, rest = shape.partition(":")
+    items = rest.split(",") if colon else []
     try:
-        growth = _parse_shape(name, rest)
-        if growth is not None and plus:
-            growth = _add_stop(growth, stop)
-    except ValueError as error:
-        raise ValueError(f"growth {text!r} cannot be read: {error}") from error
-    if growth is None:
-        raise ValueError(f"growth must be {KNOWN}, got {text!r}")
-    return growth
+        if name in FORMER:
+            raise ValueError(f"it is now written {FORMER[name]}")
+        if name not in DYNAMIC and name not in FIXED:
+            raise ValueError(f"no growth is named {name!r}")
+        named = _dynamic(name, items) if name in DYNAMIC else NamedGrowth(_fixed(FIXED[name], items), None)
+        for stop in stops:
+            named = replace(named, growth=_stopped(named.growth, stop))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"growth {text!r} cannot be read: {error}; growths are {GROWTHS}") from error
+    return named
 
 
-def _parse_shape(name: str, rest: str) -> Growth | None:
-    """Parse a growth without a stop rule; None where the name is unknown."""
-    if not rest:
-        return BY_NAME[name]() if name in BY_NAME else None
-    numbers = [int(number) for number in rest.split(",")]
-    if name in BY_WIDTHS:
-        return BY_WIDTHS[name](numbers)
-    if name in BY_DEPTH and len(numbers) == 1:
-        return BY_DEPTH[name](numbers[0])
-    return RSDS(*numbers) if name == "rsds" and len(numbers) == 2 else None
+def _dynamic(name: str, items: list[str]) -> NamedGrowth:
+    """Read the size and the options of a growth that fills a budget."""
+    growth, budget = DYNAMIC[name], None
+    options: dict[str, Any] = {}
+    known = [field.name for field in fields(growth) if field.name in OPTIONS]
+    size = re.fullmatch(r"(\d+)(?:x(\d+))?", items[0]) if items else None
+    if size:
+        budget, items = int(size[1]), items[1:]
+        check_counts(nodes=budget)
+        options = {"depth": int(size[2])} if size[2] else {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        field = key.replace("-", "_")
+        if not equals or field not in known:
+            names = ", ".join(known).replace("_", "-")
+            raise ValueError(f"{name} takes NODES or NODESxDEPTH, and the options {names}; got {item!r}")
+        if field in options:
+            raise ValueError(f"{key} is given twice")
+        options[field] = _read(key, *OPTIONS[field], value)
+    if growth is OptTree and "depth" in options:  # nodes x draft calls, as its paper compares trees
+        options.setdefault("least_gain", 0.0)
+    return NamedGrowth(growth(**options), budget)
 
 
-def _add_stop(growth: Growth, text: str) -> Growth | None:
-    """Add a stop rule to a growth; None where its name is unknown."""
-    name, _, rest = text.partition(":")
+def _fixed(shape: _Fixed, items: list[str]) -> Growth:
+    """Read the numbers of a fixed shape."""
+    is_complete = len(items) == shape.count if shape.count is not None else items
+    if not is_complete or not all(item.isdecimal() for item in items):
+        raise ValueError(f"it is written {shape.form}, with integers")
+    return shape.make([int(item) for item in items])
+
+
+def _stopped(growth: Growth, text: str) -> Growth:
+    """Add a stop rule to a growth."""
+    name, colon, rest = text.partition(":")
     if name not in STOPS:
-        return None
+        raise ValueError(f"stop rules are {', '.join(f'+{one}' for one in STOPS)}, got '+{name}'")
+    if ":" in rest:
+        raise ValueError(f"one number follows +{name}; nodes come before it, as in calibrated:32+decision:0.4")
+    numbers = [_read(f"+{name}", "a number", float, rest)] if colon else []
     if name == "sure":
-        if not isinstance(growth, Chain):
-            raise ValueError(f"sure stops chains, got {growth}")
-        return replace(growth, stop=Confidence(least_prob=float(rest)))
-    if name == "depth-stop":
-        return DepthStop(growth, threshold=float(rest)) if rest else DepthStop(growth)
-    return DecisionStop(growth, threshold=float(rest)) if rest else DecisionStop(growth)
+        if not isinstance(growth, Chain) or not numbers:
+            raise ValueError(f"+sure:PROB stops chains, got {text!r} behind {growth}")
+        return replace(growth, stop=Confidence(*numbers))
+    return DepthStop(growth, *numbers) if name == "depth-stop" else DecisionStop(growth, *numbers)
+
+
+def _read(name: str, kind: str, read: Callable[[str], Any], text: str) -> Any:
+    """Read a value."""
+    try:
+        return read(text)
+    except ValueError:
+        raise ValueError(f"{name} takes {kind}, got {text!r}") from None

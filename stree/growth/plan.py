@@ -29,6 +29,7 @@ __all__ = ["Drawing", "Layer", "Plan", "choose_slots"]
 # How children are obtained when sampling: drawn without replacement, drawn with replacement, or the most probable
 # tokens, taken without randomness (kind DELTA).  At temperature 0 every growth takes the most probable tokens.
 Drawing = Literal["distinct", "independent", "top"]
+NO_SHARE = 1 << 30  # layers among which no node is left for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Layer:
         below: values, relative to a node of this layer, of the best nodes that typically grow below it, best first.
             A slot is taken if the budget also covers all nodes of at least its value that are expected below the
             slots before it.  None: choose by the plan's threshold.
+        shares: whether slots below the plan's threshold are taken up to an equal share of the remaining nodes.
     """
 
     width: int
@@ -50,6 +52,7 @@ class Layer:
     slots: tuple[int, ...] | None = None
     leaves: int = 0
     below: tuple[float, ...] | None = None
+    shares: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +62,8 @@ class Plan:
     Attributes:
         layers: from depth 1 down.
         num_nodes: most drafted nodes, the root not counted.
-        threshold: least priority of a slot.  Each layer takes at least its equal share of the remaining nodes, best
-            slots first, whatever their priority: the target verifies the whole budget in any case.
+        threshold: least priority of a slot.  A layer that shares takes at least its equal share of the remaining nodes,
+            best slots first, whatever their priority: the target verifies the whole budget in any case.
         is_pruned: only without randomness: grow every layer to its width, keep the best ``num_nodes`` at the end.
         is_heap: one node per draft call, each at the slot of the greatest priority in the tree.
         drawing: how children are obtained when sampling.
@@ -89,7 +92,8 @@ def choose_slots(
             greater priority, so an earlier one is never skipped.
         left: int64[batch], nodes that the budget still allows; None where the layer is grown to its width.
         threshold: least priority, where ``layer.below`` is None.
-        layers_left: layers that share ``left``, this one included; an equal share is taken whatever its priority.
+        layers_left: layers that share ``left``, this one included; a layer that shares takes an equal share of it,
+            whatever the priority.
 
     Returns:
         int64[batch, width + leaves] slots and bool[batch, width + leaves], whether each becomes a node.
@@ -98,7 +102,8 @@ def choose_slots(
         index = _on_device(layer.slots, torch.long, priority.device).expand(priority.shape[0], -1)
         return index, priority.gather(1, index) > 0
     below = None if layer.below is None else _on_device(layer.below[::-1], torch.float32, priority.device)
-    return choose(priority, left, below, Terms(layer.width + layer.leaves, threshold, layers_left))
+    terms = Terms(layer.width + layer.leaves, threshold, layers_left if layer.shares else NO_SHARE)
+    return choose(priority, left, below, terms)
 
 
 @constant

@@ -12,10 +12,11 @@ from stree.growth.base import BaseGrowth
 from stree.growth.plan import Plan
 from stree.growth.static import Static
 
-__all__ = ["Sequoia", "best_parents"]
+__all__ = ["SOURCE", "Sequoia", "best_parents"]
 
-# Of the bundled pair at temperature 0.8, trees of 32 and 64 nodes on prompts 33-48 of HumanEval, GSM8K and MT-Bench.
+# Measured in trees of 32 and 64 nodes on prompts 33-48 of HumanEval, GSM8K and MT-Bench.
 RATES = (0.62, 0.092, 0.057, 0.031, 0.021, 0.02, 0.018, 0.014, 0.009, 0.008, 0.006, 0.003)
+SOURCE = "the bundled pair at temperature 0.8"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,9 @@ class Sequoia(BaseGrowth):
 
     Args:
         depth: most draft calls.
-        rates: how often the child of each rank is the accepted one.
+        rates: how often the child of each rank is the accepted one, which depends on the pair and the temperature:
+            ``stree bench fit-rates`` measures them.  None for those of the bundled pair at temperature 0.8.
+        source: what the rates were measured on, for statistics and records.
 
     Raises:
         TypeError: a depth that is no integer.
@@ -35,11 +38,13 @@ class Sequoia(BaseGrowth):
     """
 
     depth: int = 6
-    rates: Sequence[float] = RATES
+    rates: Sequence[float] | None = None
+    source: str = ""
 
     def __post_init__(self) -> None:
-        rates = tuple(self.rates)
+        rates, source = (RATES, SOURCE) if self.rates is None else (tuple(self.rates), "the caller")
         object.__setattr__(self, "rates", rates)
+        object.__setattr__(self, "source", self.source or source)
         check_sizes(depth=self.depth)
         is_probs = bool(rates) and min(rates) > 0 and sum(rates) <= 1 + 1e-9  # False where one is NaN
         if not is_probs or list(rates) != sorted(rates, reverse=True):
@@ -47,7 +52,7 @@ class Sequoia(BaseGrowth):
 
     def plan(self, budget: int) -> Plan:
         """Return the plan of the best tree of the budget."""
-        parents = best_parents(budget, self.depth, tuple(self.rates))
+        parents = best_parents(budget, self.depth, tuple(self.rates or ()))
         return Static(parents).plan(budget)
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from stree.drafters import Drafter, load
-from stree.growth import parse_growth
 from stree.integrations.transformers import custom_generate, tree_lm
 
 __all__ = ["SETTINGS", "generate_with"]
@@ -39,8 +38,6 @@ def generate_with(model: PreTrainedModel, inputs: Tensor | None, options: Mappin
         What ``generate`` returns.
     """
     options = {name: value for name, value in options.items() if value is not None}
-    if isinstance(options.get("growth"), str):
-        options["growth"] = parse_growth(options["growth"])
     options["drafter"] = _drafter(model, options.get("drafter", "suffix"))
     hook = partial(custom_generate, tokenizer=options.pop("tokenizer", None))
     generate = partial(type(model).generate, model, custom_generate=hook)  # the model's own may be replaced by this

@@ -74,7 +74,7 @@ def custom_generate(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     drafter: str | PreTrainedModel | TreeLM | Drafter = "suffix",
-    growth: Growth | None = None,
+    growth: Growth | str | None = None,
     budget: int | str | None = None,
     verifier: str | Verifier = "auto",
     seed: int | None = None,
@@ -105,7 +105,7 @@ def custom_generate(
         generation_config: prepared by transformers.
         drafter: "suffix" (repetitions of the text), "none" (plain decoding), a smaller model of the same vocabulary,
             or whatever else ``stree.drafters.load`` takes.
-        growth: the shape of a draft model's trees; None for its default.
+        growth: the shape of a draft model's trees, or its name; None for its default.
         budget: most nodes a step, root included, or "auto"; as for ``stree.generate``.
         verifier: as for ``stree.accept``.
         seed: of the random numbers; None draws one from torch's, so that ``torch.manual_seed`` decides.

@@ -22,7 +22,7 @@ from stree.decode.settings import Settings
 from stree.decode.step_result import StepResult
 from stree.decode.stop_strings import new_text_stops
 from stree.drafters import Drafter
-from stree.growth import Growth
+from stree.growth import Growth, sized_growth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.serving.handle import QueueFull, RequestHandle
@@ -48,7 +48,7 @@ class Engine:
         lm: the target.
         drafter: as for ``generate``.
         growth: likewise.
-        budget: likewise; None for "auto".
+        budget: likewise; None for what the growth's name sets, else "auto".
         verifier: likewise.
         max_batch: most requests that run at once; others wait.
         max_length: most tokens of a prompt and its new ones.  Memory is bounded by ``max_batch`` times it.
@@ -75,7 +75,7 @@ class Engine:
     ) -> None:  # fmt: skip
         check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
         self.lm, self.max_batch, self.max_length, self.max_queue = lm, max_batch, max_length, max_queue
-        budget = "auto" if budget is None else budget
+        growth, budget = sized_growth(growth, budget, "auto")
         self._settings = Settings(lm, drafter, growth=growth, budget=budget, verifier=verifier)
         self._drafter = self._settings.drafter
         self._batch = RunningBatch(self._settings, max_batch, max_length, self._is_cancelled, self._record)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from stree.bench.methods import DEFAULT, parse_methods
-from stree.growth import Calibrated, DecisionStop, DySpec, Static
+from stree.bench.records import ROOT
+from stree.growth import DySpec, Static
 from stree.verify import VERIFIERS
 
 
@@ -31,11 +34,6 @@ def test_the_unrolled_baseline_takes_any_tree() -> None:
     assert (shaped.growth, shaped.budget) == (Static([2, 2]), 7)
 
 
-def test_a_budget_stands_behind_the_number_of_a_stop_rule() -> None:
-    (method,) = parse_methods("calibrated+decision:1:32")
-    assert method.growth == DecisionStop(Calibrated(), threshold=1.0) and method.budget == 32
-
-
 def test_the_default_methods_are_known() -> None:
     assert {"plain", "transformers", "chain", "dyspec", "unrolled"} <= {m.kind for m in parse_methods(DEFAULT)}
 
@@ -45,16 +43,22 @@ def test_the_default_methods_are_known() -> None:
     [
         (
             "plain,dyspce:16",
-            "method 'dyspce:16' is unknown; known are plain, .* growth must be calibrated",
+            "method 'dyspce:16' is unknown; known are plain, .* no growth is named 'dyspce'; growths are calibrated",
         ),
         ("plain,plain", "method 'plain' is given twice"),
-        ("eagle2:6+depth-stop:3", r"\+depth-stop:3' does not say whether 3 is the stop rule's number or the budget"),
         ("lossy-target-init:2,3@match", "has a rule of its own to accept tokens; leave @match out"),
         ("chain:4-2", "method 'chain:4-2' must go from a depth of at least 1 up"),
-        ("stree:12x3", "method 'stree:12x3' gives a depth, but Static has none"),
         ("dyspec:8@best", f"the verifier of 'dyspec:8@best' must be one of {', '.join(VERIFIERS)}, got 'best'"),
     ],
 )
 def test_a_bad_method_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_methods(text)
+
+
+def test_the_page_of_methods_names_files_that_exist_and_commands_that_are_read() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text()
+    files = set(re.findall(r"`((?:stree|models|kernels|tests|benchmarks)/[\w./]+)`", page))
+    assert len(files) > 25 and not [file for file in files if not (ROOT / file).exists()]
+    commands = re.findall(r"`BENCH ([^` ]+)", page)
+    assert len(commands) >= 20 and all(parse_methods(command) for command in commands)

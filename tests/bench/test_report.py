@@ -137,6 +137,10 @@ def test_the_page_and_the_table_show_every_method(rows: Rows, tmp_path: Path) ->
     lines = markdown(list(rows.values())).splitlines()
     assert re.match(r"\| suite +\| T +\| method +\| tokens/s", lines[0])
     assert len(lines) == 2 + 4 * len(METHODS) and len({line.count("|") for line in lines}) == 1
+    assert sum("| dyspec:5 (layers) " in line for line in lines) == 4
+    row = rows["code", 0.0, "dyspec:5"]
+    heap = {**row, "growth": row["growth"].replace("form='layers'", "form='heap'")}
+    assert "| dyspec:5 (heap) |" in markdown([heap])
     write_page(load_runs([RUN]), tmp_path / "new" / "report.html")
     page = (tmp_path / "new" / "report.html").read_text()
     assert not re.search(r"<script|<link|<img|src=|@import|url\((?!#)|https?://(?!www\.w3\.org/)", page)

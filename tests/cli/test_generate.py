@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from stree import generation
 from stree.cli import main
+from stree.growth import Calibrated
 from stree.inputs import tokenizer_fingerprint
 from stree.models.tree_lm import TreeLM
 from stree.retrieval import Datastore
@@ -69,7 +70,8 @@ def test_every_option_reaches_the_generation(
     assert (seen["sampling"], seen["seed"]) == (Sampling(0.7, 5, 0.9), 3)
     assert (seen["budget"], seen["verifier"], seen["max_new_tokens"], seen["growth"]) == (6, "match", 9, None)
     assert (seen["prompts"], seen["captures_steps"]) == ([[1, 2]], False)
-    assert main(["generate", "w1 w2", "--target", target]) == 2
+    assert main(["generate", "w1 w2", "--target", target, "--drafter", target, "--growth", "calibrated:6x2"]) == 2
+    assert (seen["growth"], seen["budget"]) == (Calibrated(depth=2), 6)
     assert seen["captures_steps"] is None, "which is decided by the device"
 
 

@@ -23,7 +23,8 @@ MISTAKES = {
     "--port 0": "port must be at least 1", "--port 70000": "--port must be at most 65535", "--max-batch 0": "max_batch",
     "--max-length 0": "max_length", "--max-queue -1": "max_queue", "--max-body-mb -1": "--max-body-mb must be",
     "--cache-mb nan": "--cache-mb must be", "--grace inf": "--grace must be", "--budget many": "--budget must be",
-    "--growth oak": "oak", "--verifier maybe": "--verifier must be", "--api-key-env NO_SUCH_NAME": "NO_SUCH_NAME",
+    "--growth oak": "oak", "--growth calibrated:8 --budget 4": "sets a budget of 8 nodes",
+    "--verifier maybe": "--verifier must be", "--api-key-env NO_SUCH_NAME": "NO_SUCH_NAME",
     "--prefill-chunk 0": "prefill_chunk", "--drafter nowhere": "nowhere",
 }  # fmt: skip
 
@@ -42,7 +43,7 @@ def test_an_address_that_cannot_be_taken_is_named_before_the_model_is_loaded(
     monkeypatch.setattr(stree.TreeLM, "from_pretrained", lambda *_, **__: pytest.fail("the model is loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", "bundled", "--host", host, "--port", port]) == 2
+        assert main(["serve", "bundled", "--growth", "calibrated:8x4", "--host", host, "--port", port]) == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"stree: error: cannot listen at {host}, port {port}: ") and "\n" not in said
 

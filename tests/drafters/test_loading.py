@@ -12,7 +12,7 @@ from helpers.tiny_models import tiny_model
 
 import stree
 from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter, load
-from stree.growth import Chain
+from stree.growth import Calibrated, Chain
 
 PROMPTS = [[5, 6, 7, 5, 6, 7], [3, 1]]
 
@@ -60,6 +60,14 @@ def test_generate_takes_what_load_takes_and_names_of_growths(folder: Path) -> No
             sampling=stree.Sampling(0.8),
         )
         assert out.sequences == expected.sequences and out.stats["growth"] == expected.stats["growth"]
+
+
+def test_the_name_of_a_growth_sets_its_budget() -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "seed": 1, "sampling": stree.Sampling(0.8)}
+    drafter = ModelDrafter(draft())
+    expected = stree.generate(target(), PROMPTS, drafter, growth=Calibrated(2), budget=6, **options)
+    out = stree.generate(target(), PROMPTS, drafter, growth="calibrated:6x2", **options)
+    assert out.sequences == expected.sequences and out.stats["budget"] == 6 and expected.stats["steps"] > 1
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 
 import pytest
 import torch
@@ -97,11 +98,42 @@ def test_the_heap_draws_at_the_slot_of_greatest_value(seed: int) -> None:
     assert draft.tree.tokens.tolist() == [tokens]
 
 
+def test_a_depth_bounds_the_heap_too() -> None:
+    dist = TableModel.random(9, 1, scale=3.0)
+    depths = [
+        int(draft_of(dist, DySpec(depth=depth, form="heap"), 17, PLAIN, random_rows(5), 5).tree.depths.max())
+        for depth in (2, None)
+    ]
+    assert depths[0] == 2 < depths[1]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), PLAIN], ids=["greedy", "sampled"])
+def test_sizes_of_threshold_trees_fall_with_entropy(sampling: Sampling) -> None:
+    # Of about 1 / (threshold x entropy) paths the probability is at least the threshold.
+    logits, sizes, entropies = TableModel.random(6, 3).logits, [], []
+    for scale in (8.0, 4.0, 1.5, 0.6):
+        dist = TableModel(logits * scale)
+        probs = dist.logits.softmax(-1)
+        entropies.append(float(-(probs * probs.log()).sum(-1).mean()))
+        growth = DySpec(depth=30, ranks=6, threshold=0.05, form="threshold")
+        draft = draft_of(dist, growth, 100, sampling, random_rows(4), 4)
+        paths = [path for row in range(4) for path in nodes_by_path(draft.tree, row)]
+        above = 1 if sampling.is_greedy else 0  # a slot is taken by what is known of it before its token is
+        assert all(path_prob(dist, path if above else path[:-1]) >= 0.05 for path in paths)
+        filled = draft_of(dist, replace(growth, form="layers"), 90, sampling, random_rows(4), 4)
+        assert filled.tree.num_nodes.tolist() == [90] * 4, "the layers form fills its budget whatever the entropy"
+        sizes.append(len(paths) / 4)
+    assert entropies == sorted(entropies) and sizes == sorted(sizes, reverse=True) and sizes[0] > 3 * sizes[-1], sizes
+
+
+@pytest.mark.parametrize("form", ["layers", "threshold"])
 @pytest.mark.parametrize("threshold", [None, 0.0, 0.15])
 @pytest.mark.parametrize("seed", range(2))
-def test_layers_take_the_best_slots_before_their_tokens_are_drawn(seed: int, threshold: float | None) -> None:
+def test_layers_take_the_best_slots_before_their_tokens_are_drawn(
+    seed: int, threshold: float | None, form: str
+) -> None:
     dist, sampling, budget = TableModel.random(8, seed, scale=2.0), Sampling(0.9), 10
-    growth = DySpec(depth=3, ranks=3, threshold=threshold)
+    growth = DySpec(depth=3, ranks=3, threshold=threshold, form=form)
     draft = draft_of(dist, growth, budget, sampling, random_rows(1, seed))
     least = 1 / budget if threshold is None else threshold
     rng = random_rows(1, seed).at(torch.tensor([1]))
@@ -122,7 +154,7 @@ def test_layers_take_the_best_slots_before_their_tokens_are_drawn(seed: int, thr
         slots.sort(key=lambda slot: (-slot[0], slot[1], slot[2]))
         width = min(budget - 1, 3 * width)
         taken = slots[: min(width, budget - 1 - len(expected))]
-        share = (budget - 1 - len(expected)) // (3 - depth)  # the last layer takes all that is left
+        share = (budget - 1 - len(expected)) // (3 - depth) if form == "layers" else 0  # the last layer takes the rest
         taken = [slot for index, slot in enumerate(taken) if slot[0] >= least or index < share]
         frontier = [(number + index, slot[3], slot[4]) for index, slot in enumerate(taken)]
         number += width

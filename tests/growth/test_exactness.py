@@ -24,6 +24,8 @@ CASES: dict[str, tuple[Growth, int, Sampling]] = {
     "layers-cut": (growths.DySpec(depth=2, ranks=2, threshold=0.0), 4, PLAIN),
     "layers-cut-top-2": (growths.DySpec(depth=2, ranks=2, threshold=0.0), 4, TOP_2),
     "layers-narrow": (growths.DySpec(depth=2, ranks=3, width=2), 5, PLAIN),
+    "threshold": (growths.DySpec(depth=2, ranks=2, threshold=0.4, form="threshold"), 7, PLAIN),
+    "threshold-top-2": (growths.DySpec(depth=2, ranks=2, threshold=0.4, form="threshold"), 4, TOP_2),
     "heap": (growths.DySpec(form="heap"), 5, TOP_2),
     "calibrated": (growths.Calibrated(depth=2, ranks=2), 5, PLAIN),
     "calibrated-cut": (growths.Calibrated(depth=2, ranks=2), 4, PLAIN),

@@ -56,6 +56,11 @@ def test_the_depth_stop_compares_the_beam_s_mass_at_its_layers() -> None:
     assert len(depths) > 1
 
 
+def test_the_depth_stop_gives_eagle_2_the_paper_s_depth() -> None:
+    plans = [growth.plan(60) for growth in (Eagle2(), DepthStop(Eagle2()), DepthStop(Eagle2(7)))]
+    assert [len(plan.layers) for plan in plans] == [6, 11, 7], "it looks at layers 5, 7 and 9"
+
+
 def chain_prob(dist: TableModel, path: Path) -> float:
     probs = dist.logits.softmax(-1)
     return math.prod(float(probs[above, token]) for above, token in zip(path, path[1:], strict=False))

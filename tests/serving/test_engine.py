@@ -37,6 +37,7 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "suffix": (SuffixDrafter(), {"budget": 9}),
     "fused": (FusedDrafter(near_drafter(), SuffixDrafter()), {"budget": 13}),
     "hiding": (FusedDrafter(SuffixDrafter(), near_drafter()), {"budget": 13}),
+    "named": (near_drafter(), {"growth": "calibrated:12x3"}),
     **{name: (near_drafter(), {"budget": 12, "growth": growth}) for name, growth in GROWTHS.items()},
 }
 

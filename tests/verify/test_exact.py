@@ -29,7 +29,7 @@ GROWTHS: dict[str, tuple[Growth, int]] = {
     "rsdc": (growths.RSDC([3]), 4),
     "sequoia": (growths.Sequoia(depth=2, rates=(0.5, 0.2)), 4),
     "dyspec": (growths.DySpec(depth=2, ranks=2), 4),
-    "dyspec-heap": (growths.DySpec(form="heap"), 3),
+    "dyspec-by-heap": (growths.DySpec(form="heap"), 3),
     "calibrated": (growths.Calibrated(depth=2, ranks=2), 4),
     "specinfer": (growths.SpecInfer([1, 2]), 4),
     "rsds": (growths.RSDS(2, 2), 5),
