@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stree import distill, drafters, growth, heads
+    from stree.decode.step_records import StepRecord
     from stree.generation import Generation, GenerationError, GenerationInterrupted, TokenStream, generate, stream
     from stree.integrations.transformers import custom_generate
     from stree.models.tree_lm import TreeLM
@@ -27,6 +28,7 @@ __all__ = [
     "QueueFull",
     "Random",
     "Sampling",
+    "StepRecord",
     "TokenStream",
     "TokenTree",
     "TreeLM",
@@ -53,6 +55,7 @@ _HOMES = {
     "QueueFull": "stree.serving",
     "Random": "stree.sampling",
     "Sampling": "stree.sampling",
+    "StepRecord": "stree.decode.step_records",
     "TokenStream": "stree.generation",
     "TokenTree": "stree.tree",
     "TreeLM": "stree.models.tree_lm",

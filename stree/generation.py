@@ -54,6 +54,7 @@ def generate(
     tokenizer: Any = None,
     ignore_eos: bool = False,
     logprobs: bool | int = False,
+    return_steps: bool = False,
     attention_mask: Any = None,
     streamer: Streamer | None = None,
     cancelled: Callable[[int], bool] | None = None,
@@ -115,6 +116,8 @@ def generate(
         What is told:
         logprobs: keep each new token's log probability, and a number of most probable alternatives.  It is that of the
             model's own distribution, before penalties, processors, temperature and truncation (vLLM's "raw").
+        return_steps: keep what happens in every step of every text: its tree, the accepted path and its probabilities,
+            and times; see ``stree.StepRecord``.
         streamer: receives tokens as they are emitted; of one prompt, or a list of one for each.
 
         How many at once:
@@ -124,8 +127,8 @@ def generate(
             is bounded by ``max_batch`` times it.  An iterator needs both.
 
     Returns:
-        Sequences, log probabilities, and statistics, which say under "lossless" whether the text has the target's
-        distribution.
+        Sequences, log probabilities, steps, and statistics, which say under "lossless" whether the text has the
+        target's distribution.
 
     Raises:
         ValueError: an argument outside its range, which the message names, or states that memory cannot hold.
@@ -140,7 +143,7 @@ def generate(
         lm, prompts, attention_mask=attention_mask, num_samples=num_samples, max_batch=max_batch, max_length=max_length,
         sampling=sampling, repetition_penalty=repetition_penalty, logits_processor=logits_processor, seed=seed,
         max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
-        ignore_eos=ignore_eos, logprobs=logprobs, streamer=streamer,
+        ignore_eos=ignore_eos, logprobs=logprobs, return_steps=return_steps, streamer=streamer,
     )  # fmt: skip
     return run(settings, batch)
 
@@ -190,8 +193,7 @@ class TokenStream(Iterator[int]):
         """New tokens of the text so far."""
         if self._loop is not None:
             return next((sequence.new for sequence in self._loop.sequences.all), [])
-        prompt = sum(self._result.stats["num_prompt_tokens"])
-        return [token for text in self._result.sequences for token in text[prompt:]]
+        return next(iter(self._result.new_tokens), [])
 
     def _advance(self) -> None:
         """Take a step."""

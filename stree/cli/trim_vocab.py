@@ -89,5 +89,5 @@ def _generated(
             lm, [prompt], sampling=Sampling(arguments.temperature), max_new_tokens=arguments.max_new_tokens,
             stop_token_ids=stop, seed=arguments.seed + number,
         )  # fmt: skip
-        texts.append(out.sequences[0][len(prompt) :])
+        texts.append(out.new_tokens[0])
     return texts

@@ -78,6 +78,7 @@ def batch_for(
     return Batch(
         requests, kinds, max(len(request.stop_token_ids) for request in each), max_batch, max_length, prompt_length,
         is_padded, refills, RowProcessors() if any(request.processors for request in each) else processor,
+        keeps_probs=any(request.return_steps for request in each),
     )  # fmt: skip
 
 

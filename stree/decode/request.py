@@ -62,7 +62,7 @@ class Request:
         processors: of its logits, one after the other; the batch must have a ``RowProcessors`` for them.
         streamer: receives its tokens, or None.
         observer: observes every token, or None.
-        needs_trees: whether the trees of its steps are copied to the host.
+        return_steps: whether what happens in its steps is kept.
     """
 
     prompt: list[int]
@@ -77,7 +77,7 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
     streamer: Streamer | None = None
     observer: Observer | None = None
-    needs_trees: bool = False
+    return_steps: bool = False
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class Request:
         logits_processor: LogitsProcessor | None = None, seed: int = 0, max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | StopStrings | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int | None = None,
-        streamer: Streamer | None = None, observer: Observer | None = None, needs_trees: bool = False,
+        streamer: Streamer | None = None, observer: Observer | None = None, return_steps: bool = False,
     ) -> Request:  # fmt: skip
         """Check the options of a text, which are those of ``generate``, and make a request that has no prompt yet.
 
@@ -116,7 +116,7 @@ class Request:
             frozenset(token for token in stops if 0 <= token < lm.vocab_size),
             _integer("seed", seed), stop_strings=stop_strings, logprobs=_alternatives(lm, logprobs),
             processors=tuple(processor for processor in processors if processor is not None), streamer=streamer,
-            observer=observer, needs_trees=needs_trees,
+            observer=observer, return_steps=return_steps,
         )  # fmt: skip
 
     def with_prompt(
@@ -182,6 +182,7 @@ class Batch:
         refills: whether a request takes the row of a sequence that has ended.
         processor: of all their logits, or None; its steps are not captured.
         min_nodes: nodes that a state has room for at least, and so tokens that ``extend`` runs at once.
+        keeps_probs: whether the probabilities of the accepted paths are computed.
     """
 
     requests: Iterator[Request]
@@ -194,6 +195,7 @@ class Batch:
     refills: bool = False
     processor: NodeProcessor | None = None
     min_nodes: int = 1
+    keeps_probs: bool = False
 
     @property
     def is_greedy(self) -> bool:
