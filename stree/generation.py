@@ -1,8 +1,7 @@
-"""``generate`` and ``stream``, which users call: they check their arguments, size the steps and run the loop."""
+"""``generate``, which users call: it checks its arguments, sizes the steps and runs the loop."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,10 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
 __all__ = [
-    "Generation", "GenerationError", "GenerationInterrupted", "Streamer", "TokenStream", "generate", "run", "stream",
+    "Generation", "GenerationError", "GenerationInterrupted", "Prompts", "Streamer", "decode_steps", "generate", "run",
 ]  # fmt: skip
 
 Prompts = Sequence[Sequence[int]] | Sequence[int] | Tensor | Mapping[str, Any] | Iterator[Sequence[int]]
-SEVERAL = {"streamer", "max_batch", "num_samples"}  # options of ``generate`` that make no sense of one streamed text
 
 
 def generate(
@@ -148,95 +146,9 @@ def generate(
     return run(settings, batch)
 
 
-class TokenStream(Iterator[int]):
-    """The new tokens of one text, one by one.  A step emits several at once, so some come without a wait.
-
-    ``close()``, or dropping the iterator, ends the text as cancelled and frees its memory.
-
-    Attributes:
-        result: what ``generate`` returns, of the text so far.
-        stats: its statistics.
-    """
-
-    def __init__(self, steps: Generator[DecodeLoop, None, Generation]) -> None:
-        self._steps: Generator[DecodeLoop, None, Generation] | None = steps
-        self._loop: DecodeLoop | None = next(steps)  # checks the arguments
-        self._result = self._loop.output("length")
-        self._next = 0
-
-    def __next__(self) -> int:
-        while self._next >= len(new := self._new_tokens()):
-            if self._steps is None:
-                raise StopIteration
-            self._advance()
-        self._next += 1
-        return new[self._next - 1]
-
-    @property
-    def result(self) -> Generation:
-        """What was generated so far; after the end, all of it."""
-        return self._result if self._loop is None else self._loop.output("running")
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """Statistics of the text so far."""
-        return self.result.stats
-
-    def close(self) -> None:
-        """End the text; tokens that were not taken are dropped."""
-        if self._steps is not None and self._loop is not None:
-            self._steps.close()
-            self._finish(self._loop.output("cancelled"))
-        self._next = len(self._new_tokens())
-
-    def _new_tokens(self) -> list[int]:
-        """New tokens of the text so far."""
-        if self._loop is not None:
-            return next((sequence.new for sequence in self._loop.sequences.all), [])
-        return next(iter(self._result.new_tokens), [])
-
-    def _advance(self) -> None:
-        """Take a step."""
-        assert self._steps is not None and self._loop is not None
-        try:
-            next(self._steps)
-        except StopIteration as end:
-            self._finish(end.value)
-        except BaseException:
-            self._finish(self._loop.output("error"))
-            raise
-
-    def _finish(self, result: Generation) -> None:
-        self._result, self._loop, self._steps = result, None, None
-
-
-def stream(
-    lm: TreeLM, prompt: Prompts, drafter: Drafter | TreeLM | str | Path | None = None, **options: Any
-) -> TokenStream:
-    """Generate one text and give its tokens as they are emitted: ``for token in stree.stream(lm, prompt): ...``.
-
-    Args:
-        lm: the target.
-        prompt: as ``prompts`` of ``generate``, but one.
-        drafter: as for ``generate``.
-        options: those of ``generate`` that concern one text.
-
-    Raises:
-        ValueError: an argument outside its range, or several prompts.
-        TypeError: another option.
-    """
-    known = inspect.signature(generate).parameters.keys() - SEVERAL
-    other = next((name for name in options if name not in known), None)
-    if other is not None:
-        raise TypeError(f"stream takes generate's options for one text, got {other}")
-    shared = inspect.signature(Settings).parameters.keys() & options.keys()
-    settings = Settings(lm, drafter, **{name: options.pop(name) for name in shared})
-    return TokenStream(_decode(settings, batch_for(lm, prompt, most_prompts=1, **options)))
-
-
 def run(settings: Settings, batch: Batch) -> Generation:
     """Decode a batch to its end."""
-    steps = _decode(settings, batch)
+    steps = decode_steps(settings, batch)
     while True:
         try:
             next(steps)
@@ -247,7 +159,7 @@ def run(settings: Settings, batch: Batch) -> Generation:
 
 @torch.inference_mode(False)  # what is kept for the next call must be usable outside of it
 @torch.no_grad()
-def _decode(settings: Settings, batch: Batch) -> Generator[DecodeLoop, None, Generation]:
+def decode_steps(settings: Settings, batch: Batch) -> Generator[DecodeLoop, None, Generation]:
     """Decode; yield the loop when it is known that the batch can run, after prefill and after every step."""
     settings.check_batch(batch)
     lm, drafter, ask = settings.lm, settings.drafter, settings.cancelled

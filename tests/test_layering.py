@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.budget": {"stree.growth"},
     "stree.decode": LOOP,
     "stree.generation": LOOP,
+    "stree.streaming": LOOP | {"stree.generation"},
     "stree.warming": LOOP | {"stree.generation"},
     "stree.serving": TOP,
     "stree.integrations": TOP | {"stree.serving", "stree.warming"},
@@ -49,7 +50,8 @@ ALLOWED: dict[str, set[str]] = {
     "stree.bench": TOP,
     "stree.cli": TOP | {"stree.bench", "stree.distill", "stree.integrations", "stree.serving", "stree.warming"},
     "stree.__main__": {"stree.cli"},
-    "stree": TOP | {"stree.distill", "stree.heads", "stree.integrations", "stree.serving", "stree.warming"},
+    "stree": TOP
+    | {"stree.distill", "stree.heads", "stree.integrations", "stree.serving", "stree.streaming", "stree.warming"},
 }
 OUTSIDE = {
     # The benches compare with transformers' own generate.
@@ -130,7 +132,9 @@ def run(code: str) -> None:
 
 
 def test_importing_stree_loads_neither_torch_nor_transformers() -> None:
-    run("import sys, stree; assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'; assert dir(stree)")
+    run("import sys, stree; assert not {'torch', 'transformers'} & set(sys.modules), 'loaded'")
+
+    run("import sys, stree; assert {*stree.__all__, '__version__'} <= {*dir(stree)}; assert 'torch' not in sys.modules")
 
 
 def test_the_engine_without_a_model_does_not_load_transformers() -> None:

@@ -10,7 +10,7 @@ __all__ = ["report_of", "summary"]
 
 def report_of(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any, warm_up_s: float) -> dict[str, Any]:
     """Gather what ``--json`` prints; ``warm_up_s`` is what warming up took before the text."""
-    from stree.serving.text import text_of
+    from stree.decode.text import text_of
 
     stats = output.stats
     num_prompt_tokens, new = stats["num_prompt_tokens"][0], output.new_tokens[0]

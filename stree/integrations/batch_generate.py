@@ -10,13 +10,13 @@ from typing import Any
 
 from stree.decode.failures import GenerationError
 from stree.decode.stop_strings import TokenBytes, new_text_stops
+from stree.decode.text import text_of
 from stree.drafters import Drafter
 from stree.generation import Generation, generate
 from stree.inputs import stop_tokens
 from stree.models.tree_lm import TreeLM
 from stree.request_fields import sampling_of
 from stree.sampling import Sampling
-from stree.serving.text import text_of
 
 __all__ = ["RowGenerator"]
 
