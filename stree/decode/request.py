@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from stree.checks import check_counts, check_object
+from stree.checks import check_counts, check_flags, check_object
 from stree.decode.logits_processors import LogitsProcessor, NodeProcessor, RepetitionPenalty
 from stree.decode.prompts import token_ids
 from stree.decode.stop_strings import StopStrings
@@ -99,6 +99,7 @@ class Request:
             check_object("streamer", streamer, "put", "transformers.TextStreamer(tokenizer)")
         if logits_processor is not None and (isinstance(logits_processor, type) or not callable(logits_processor)):
             raise TypeError(f"logits_processor must be a function of text and logits, got {logits_processor!r:.80}")
+        check_flags(ignore_eos=ignore_eos, return_steps=return_steps)
         penalty = RepetitionPenalty(repetition_penalty)
         processors = (penalty if penalty.penalty != 1 else None, logits_processor)
         max_new_tokens = _integer("max_new_tokens", max_new_tokens)
@@ -162,9 +163,14 @@ def _alternatives(lm: TreeLM, logprobs: Any) -> int | None:
     """Return how many alternatives are kept beside each token's own log probability, or None for no probabilities."""
     if logprobs is None or isinstance(logprobs, bool):
         return 0 if logprobs else None
-    if not hasattr(logprobs, "__index__") or not 0 <= logprobs <= lm.vocab_size:
-        raise ValueError(f"logprobs must be True or a number of alternatives up to {lm.vocab_size}, got {logprobs!r}")
-    return operator.index(logprobs)
+    try:
+        count = operator.index(logprobs)
+    except TypeError:
+        count = -1
+    if not 0 <= count <= lm.vocab_size:
+        what = f"True or a number of alternatives up to {lm.vocab_size}"
+        raise ValueError(f"logprobs must be {what}, got {logprobs!r:.80}")
+    return count
 
 
 @dataclass(frozen=True, slots=True)

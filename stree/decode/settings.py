@@ -6,8 +6,10 @@ import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from stree.budget.policy import BudgetPolicy
-from stree.checks import check_object, check_sizes
+from stree.checks import check_flags, check_object, check_sizes
 from stree.decode.request import Batch
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter, check_vocabulary, load
 from stree.drafters.overlapped import OverlappedDrafter
@@ -51,6 +53,7 @@ class Settings:
         self.growth = parse_growth(growth) if isinstance(growth, str) else growth
         if growth is not None:
             check_object("growth", self.growth, "bind", "stree.growth.Chain(4)")
+        check_flags(overlap=overlap, allow_lossy=allow_lossy)
         if cancelled is not None:
             check_object("cancelled", cancelled, "__call__", "a function of a prompt's place")
         if isinstance(budget, str) and budget != "auto":
@@ -74,6 +77,8 @@ class Settings:
             ValueError, RuntimeError: as the class.
         """
         lm = self.lm
+        if torch.get_default_device().type == "meta":
+            raise ValueError("torch's default device must hold numbers, got meta; see torch.set_default_device")
         for model in self.drafter.models:
             check_vocabulary(model, lm.vocab_size)
             if model.device != lm.device:

@@ -119,8 +119,7 @@ class DecodeStep:
         timer.lap("accept_s")
         # A text that ends within the path is committed up to its last token, which is pending.
         lengths = acceptance.path_lengths.minimum(report[:, -3].int())
-        if not self.sampling.is_greedy:
-            self._processing.refuse_path_ends(logits, acceptance.path, lengths)
+        self._processing.refuse_path_ends(logits, acceptance.path, lengths)
         self.lm.commit(self.state, acceptance.path, lengths)
         timer.lap("commit_s")
         on_path = raw_on_path = None
@@ -267,8 +266,7 @@ class DecodeStep:
         """
         sampling, rng = self.sampling.select(rows), self._rng_at_ends().select(rows)
         logits = self._processing.first(self.texts, rows, logits)
-        if not self.sampling.is_greedy:
-            self._processing.refuse_ends(logits, rows)
+        self._processing.refuse_ends(logits, rows)
         if not bool(sampling.has_distribution(logits).all()):
             kind = "NaN" if bool(logits.isnan().any()) else "infinite"
             raise ValueError(f"the target's logits are {kind} after the prompt")
