@@ -234,7 +234,9 @@ class PatchedModel:
             raise ValueError(f"{change}; make a new TreeLM of it")
 
     def check_state(self, state: DecodeState) -> None:
-        """Refuse a released model, training mode, autocast, the state of another model, and an inconsistent state."""
+        """Refuse a released model, training mode, autocast, no state or another model's, and an inconsistent one."""
+        if not isinstance(state, DecodeState):
+            raise TypeError(f"state must be what new_state returns, got {type(state).__name__}")
         if self.is_released:
             raise ValueError(f"{RELEASED}; make a new TreeLM of it")
         self.check_mode()

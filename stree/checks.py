@@ -56,9 +56,12 @@ def check_shares(**shares: float) -> None:
     """Refuse numbers outside [0, 1].
 
     Raises:
+        TypeError: something else than a number.
         ValueError: one is outside.
     """
     for name, share in shares.items():
+        if isinstance(share, str) or not hasattr(share, "__float__"):
+            raise TypeError(f"{name} must be a number in [0, 1], got {share!r:.80}")
         if not 0 <= share <= 1:
             raise ValueError(f"{name} must be in [0, 1], got {share}")
 

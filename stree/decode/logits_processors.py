@@ -85,7 +85,7 @@ class RepetitionPenalty:
     """
 
     def __init__(self, penalty: float) -> None:
-        if not hasattr(penalty, "__float__") or isinstance(penalty, Tensor):
+        if not hasattr(penalty, "__float__") or isinstance(penalty, Tensor) or getattr(penalty, "ndim", False):
             raise TypeError(f"repetition_penalty must be a number, got {penalty!r:.80}")
         if not 0 < penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be above 0 and finite, got {penalty}")

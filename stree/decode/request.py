@@ -12,7 +12,7 @@ from torch import Tensor
 from stree.checks import check_counts, check_flags, check_object
 from stree.decode.logits_processors import LogitsProcessor, NodeProcessor, RepetitionPenalty
 from stree.decode.prompts import token_ids
-from stree.decode.stop_strings import StopStrings
+from stree.decode.stop_strings import StopStrings, string_list
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -96,7 +96,7 @@ class Request:
         sampling = Sampling() if sampling is None else sampling
         check_object("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)")
         if streamer is not None:
-            check_object("streamer", streamer, "put", "transformers.TextStreamer(tokenizer)")
+            check_object("streamer", streamer, "end", "transformers.TextStreamer(tokenizer)")
         if logits_processor is not None and (isinstance(logits_processor, type) or not callable(logits_processor)):
             raise TypeError(f"logits_processor must be a function of text and logits, got {logits_processor!r:.80}")
         check_flags(ignore_eos=ignore_eos, return_steps=return_steps)
@@ -108,8 +108,7 @@ class Request:
             stop_token_ids = () if ignore_eos else getattr(lm, "eos_token_ids", ())
         stops = token_ids("stop_token_ids", stop_token_ids)
         if stop_strings is not None and not isinstance(stop_strings, StopStrings):
-            is_one = isinstance(stop_strings, str) or not hasattr(stop_strings, "__iter__")
-            strings: Any = [stop_strings] if is_one else [*stop_strings]
+            strings = string_list("stop_strings", stop_strings)
             stop_strings = StopStrings(tokenizer, strings) if strings else None
         return cls(
             [], sampling, max_new_tokens,
@@ -136,7 +135,7 @@ class Request:
             TypeError: no token ids.
             ValueError: no tokens, too many, or some that the target does not have.
         """
-        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) == 0:
             raise TypeError(f"prompt {number} must be a list of tokens, got {type(prompt).__name__}")
         if not len(prompt):
             raise ValueError(f"prompt {number} is empty; every prompt needs at least one token")

@@ -58,7 +58,7 @@ class Settings:
             check_object("cancelled", cancelled, "__call__", "a function of a prompt's place")
         if isinstance(budget, str) and budget != "auto":
             raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
-        check_sizes(budget=None if budget == "auto" else budget)
+        check_sizes(budget=None if isinstance(budget, str) else budget)
         if verifier not in VERIFIERS:
             raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
         self.lm, self.cancelled, self.policy, self._overlaps = lm, cancelled, policy, overlap

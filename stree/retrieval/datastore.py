@@ -60,7 +60,9 @@ class Datastore:
             ValueError: no tokens, more than ``max_tokens``, or one outside the vocabulary.
         """
         vocab_size, max_tokens = _integer("vocab_size", vocab_size), _integer("max_tokens", max_tokens)
-        if not hasattr(documents, "__iter__"):
+        if not 0 < vocab_size < 1 << 8 * TOKEN_BYTES:
+            raise ValueError(f"vocab_size must be in [1, 2**32), got {vocab_size}")
+        if not hasattr(documents, "__iter__") or getattr(documents, "ndim", 1) == 0:
             raise TypeError(f"documents must be token lists, got {documents!r:.80}")
         parts: list[np.ndarray] = []
         size = 0
@@ -97,7 +99,8 @@ class Datastore:
             ValueError: the file is missing, truncated, damaged, or not a datastore of this format.
             TypeError: no path.
         """
-        path = Path(path)
+        if not isinstance(path, (str, Path)):
+            raise TypeError(f"path must be a path of a datastore, got {path!r:.80}")
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
