@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache, PreTrainedModel
+from transformers.activations import ACT2FN
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer
 
 from stree.models.checks import check_mixer, check_rotary
@@ -161,10 +162,16 @@ def family_of(config: Any) -> Family:
 
     Raises:
         NotImplementedError: the family is not in the table; the message names those that are.
+        ValueError: a config of no layers or tokens, or of an activation that transformers does not know.
     """
     model_type = getattr(config, "model_type", type(config).__name__)
     if model_type not in FAMILIES:
         raise NotImplementedError(f"model family {model_type!r} is not supported; supported: {', '.join(FAMILIES)}")
+    for name in ("num_hidden_layers", "vocab_size"):
+        if isinstance(count := getattr(config, name, None), int) and count < 1:
+            raise ValueError(f"{name} of the model's config must be at least 1, got {count}")
+    if isinstance(activation := getattr(config, "hidden_act", None), str) and activation not in ACT2FN:
+        raise ValueError(f"hidden_act of the model's config must be an activation of transformers, got {activation!r}")
     return FAMILIES[model_type]
 
 

@@ -136,7 +136,7 @@ def _load(name_or_path: str | Path, **arguments: Any) -> Any:
     try:
         model, report = AutoModelForCausalLM.from_pretrained(name_or_path, output_loading_info=True, **arguments)
     except Exception as error:  # safetensors, pickle and transformers each raise their own
-        raise ValueError(f"checkpoint {str(name_or_path)!r} cannot be loaded: {error}") from error
+        raise ValueError(f"checkpoint {str(name_or_path)!r} cannot be loaded: {_reason(error)}") from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ValueError(f"checkpoint {str(name_or_path)!r} lacks {len(report['missing_keys'])} weights: {missing}")
@@ -200,6 +200,11 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _unreadable(name_or_path: str | Path, error: Exception) -> ValueError:
     """Make the error for a config that cannot be read."""
-    return ValueError(
-        f"no checkpoint that transformers can read at {str(name_or_path)!r}: {str(error).strip().splitlines()[0]}"
-    )
+    return ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {_reason(error)}")
+
+
+def _reason(error: Exception) -> str:
+    """Write in one line what another library has raised; its first line alone where that says something."""
+    first, *others = [line.strip() for line in str(error).strip().splitlines()] or [""]
+    said = f"{first} {others[0]}" if first.endswith(":") and others else first
+    return f"{type(error).__name__}: {said}" if isinstance(error, LookupError) or not said else said

@@ -89,7 +89,10 @@ class PatchedModel:
     def eos_token_ids(self) -> list[int]:
         """Tokens that end a text, from the model's generation config; none where it names none."""
         stop = getattr(self.model.generation_config, "eos_token_id", None)
-        return list(stop) if isinstance(stop, list) else [] if stop is None else [int(stop)]
+        tokens = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        if not all(isinstance(token, int) for token in tokens):
+            raise ValueError(f"eos_token_id of the model's generation config must be token ids, got {stop!r:.80}")
+        return list(tokens)
 
     @property
     def device(self) -> torch.device:
@@ -231,7 +234,9 @@ class PatchedModel:
             raise ValueError(f"{change}; make a new TreeLM of it")
 
     def check_state(self, state: DecodeState) -> None:
-        """Refuse a released model, training mode, autocast, the state of another model, and an inconsistent state."""
+        """Refuse a released model, training mode, autocast, no state or another model's, and an inconsistent one."""
+        if not isinstance(state, DecodeState):
+            raise TypeError(f"state must be what new_state returns, got {type(state).__name__}")
         if self.is_released:
             raise ValueError(f"{RELEASED}; make a new TreeLM of it")
         self.check_mode()

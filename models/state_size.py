@@ -39,10 +39,18 @@ class StateSize:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype, *, trust_remote_code: bool = False) -> Any:
-    """Build a model without weights, on the meta device."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config_of_text_model(config), trust_remote_code=trust_remote_code)
-    return model.to(dtype)
+    """Build a model without weights, on the meta device.
+
+    Raises:
+        ValueError: a config of which transformers can make none.
+    """
+    config = config_of_text_model(config)
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).to(dtype)
+    except Exception as error:  # a damaged config raises whatever it meets in transformers
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"transformers makes no model of this config of {config.model_type}: {reason}") from error
 
 
 def measure_state(lm: TreeLM) -> StateSize:

@@ -238,6 +238,9 @@ class TreeScorer(PatchedModel):
 
     def _check_tree(self, state: DecodeState, tree: TokenTree, first: int) -> None:
         """Check a tree's sizes, and its values if it is on the host or STREE_DEBUG is set."""
+        if not isinstance(tree, TokenTree) or not isinstance(first, int):
+            what = f"{type(tree).__name__} and {type(first).__name__}"
+            raise TypeError(f"tree must be a stree.TokenTree and first an integer, got {what}")
         batch, n = tree.tokens.shape
         if batch != state.batch_size:
             raise ValueError(f"the tree must have batch {state.batch_size} as the state has, got {batch}")

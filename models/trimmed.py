@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from stree.models.checks import is_integer
 from stree.models.common_vocabulary import CommonVocabularyLM
 from stree.models.state import TreeStep
 from stree.models.tree_lm import TreeLM
@@ -77,9 +78,16 @@ def kept_tokens(kept: Sequence[int] | Tensor, size: int, device: torch.device) -
     """Check the tokens that are kept of a vocabulary of a size; return them sorted, on a device.
 
     Raises:
+        TypeError: something else than integers.
         ValueError: no tokens, a repeated one, or one outside the vocabulary.
     """
-    tokens = torch.as_tensor(kept, dtype=torch.long, device=device)
+    try:
+        tokens = torch.as_tensor(kept)
+    except (TypeError, ValueError, RuntimeError):
+        tokens = torch.empty(1)  # floating, as other numbers that are no tokens
+    if tokens.numel() and not is_integer(tokens):
+        raise TypeError(f"a trimmed vocabulary must be a list of tokens, integers, got {kept!r:.80}")
+    tokens = tokens.to(device, torch.long)
     if tokens.dim() != 1 or not tokens.numel():
         raise ValueError(f"a trimmed vocabulary must be a list of tokens, got shape {[*tokens.shape]}")
     if int(tokens.min()) < 0 or int(tokens.max()) >= size:

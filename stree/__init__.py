@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stree import distill, drafters, growth, heads, testing, verify
-    from stree.generation import Generation, GenerationError, GenerationInterrupted, TokenStream, generate, stream
+    from stree.decode.step_records import StepRecord
+    from stree.generation import Generation, GenerationError, GenerationInterrupted, generate
     from stree.integrations.transformers import custom_generate
     from stree.models.tree_lm import TreeLM
     from stree.sampling import Random, Sampling
     from stree.serving import Engine, QueueFull
+    from stree.streaming import TokenStream, stream
     from stree.tree import TokenTree
     from stree.verify import Acceptance, DraftLaws, DraftProbs, accept
     from stree.warming import warm_up
@@ -27,6 +29,7 @@ __all__ = [
     "QueueFull",
     "Random",
     "Sampling",
+    "StepRecord",
     "TokenStream",
     "TokenTree",
     "TreeLM",
@@ -55,15 +58,21 @@ _HOMES = {
     "QueueFull": "stree.serving",
     "Random": "stree.sampling",
     "Sampling": "stree.sampling",
-    "TokenStream": "stree.generation",
+    "StepRecord": "stree.decode.step_records",
+    "TokenStream": "stree.streaming",
     "TokenTree": "stree.tree",
     "TreeLM": "stree.models.tree_lm",
     "accept": "stree.verify",
     "custom_generate": "stree.integrations.transformers",
     "generate": "stree.generation",
-    "stream": "stree.generation",
+    "stream": "stree.streaming",
     "warm_up": "stree.warming",
 }
+
+
+def __dir__() -> list[str]:
+    """List every public name, also before its first use, for completion in shells and notebooks."""
+    return sorted({*globals(), *__all__, "__version__"})
 
 
 def __getattr__(name: str) -> Any:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
-__all__ = ["check_counts", "check_object", "check_shares", "check_sizes"]
+__all__ = ["check_counts", "check_flags", "check_object", "check_shares", "check_sizes", "integers"]
 
 
 def check_counts(**counts: Any) -> None:
@@ -15,10 +16,23 @@ def check_counts(**counts: Any) -> None:
         ValueError: a number below 1.
     """
     for name, count in counts.items():
-        if not hasattr(count, "__index__"):
-            raise TypeError(f"{name} must be an integer, got {type(count).__name__}")
-        if count < 1:
+        try:
+            number = operator.index(count)
+        except TypeError:  # also an array of several numbers
+            raise TypeError(f"{name} must be an integer, got {type(count).__name__}") from None
+        if number < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
+
+
+def check_flags(**flags: Any) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        TypeError: something else.
+    """
+    for name, flag in flags.items():
+        if type(flag).__name__ not in ("bool", "bool_"):  # Python's and numpy's
+            raise TypeError(f"{name} must be True or False, got {flag!r:.80}")
 
 
 def check_sizes(**sizes: Any) -> None:
@@ -26,13 +40,28 @@ def check_sizes(**sizes: Any) -> None:
     check_counts(**{name: size for name, size in sizes.items() if size is not None})
 
 
+def integers(name: str, values: Any) -> tuple[int, ...]:
+    """Return Python's own integers.
+
+    Raises:
+        TypeError: something else than a list of integers.
+    """
+    try:
+        return tuple(map(operator.index, values))
+    except TypeError:
+        raise TypeError(f"{name} must be a list of integers, got {values!r:.80}") from None
+
+
 def check_shares(**shares: float) -> None:
     """Refuse numbers outside [0, 1].
 
     Raises:
+        TypeError: something else than a number.
         ValueError: one is outside.
     """
     for name, share in shares.items():
+        if isinstance(share, str) or not hasattr(share, "__float__"):
+            raise TypeError(f"{name} must be a number in [0, 1], got {share!r:.80}")
         if not 0 <= share <= 1:
             raise ValueError(f"{name} must be in [0, 1], got {share}")
 

@@ -1,8 +1,7 @@
-"""``generate`` and ``stream``, which users call: they check their arguments, size the steps and run the loop."""
+"""``generate``, which users call: it checks its arguments, sizes the steps and runs the loop."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +28,10 @@ from stree.sampling import Sampling
 from stree.verify import Verifier, name_of
 
 __all__ = [
-    "Generation", "GenerationError", "GenerationInterrupted", "Streamer", "TokenStream", "generate", "run", "stream",
+    "Generation", "GenerationError", "GenerationInterrupted", "Prompts", "Streamer", "decode_steps", "generate", "run",
 ]  # fmt: skip
 
 Prompts = Sequence[Sequence[int]] | Sequence[int] | Tensor | Mapping[str, Any] | Iterator[Sequence[int]]
-SEVERAL = {"streamer", "max_batch", "num_samples"}  # options of ``generate`` that make no sense of one streamed text
 
 
 def generate(
@@ -56,6 +54,7 @@ def generate(
     tokenizer: Any = None,
     ignore_eos: bool = False,
     logprobs: bool | int = False,
+    return_steps: bool = False,
     attention_mask: Any = None,
     streamer: Streamer | None = None,
     cancelled: Callable[[int], bool] | None = None,
@@ -118,6 +117,8 @@ def generate(
         What is told:
         logprobs: keep each new token's log probability, and a number of most probable alternatives.  It is that of the
             model's own distribution, before penalties, processors, temperature and truncation (vLLM's "raw").
+        return_steps: keep what happens in every step of every text: its tree, the accepted path and its probabilities,
+            and times; see ``stree.StepRecord``.
         streamer: receives tokens as they are emitted; of one prompt, or a list of one for each.
 
         How many at once:
@@ -127,8 +128,8 @@ def generate(
             is bounded by ``max_batch`` times it.  An iterator needs both.
 
     Returns:
-        Sequences, log probabilities, and statistics, which say under "lossless" whether the text has the target's
-        distribution: "claimed" where a drafter, growth or verifier of another author took part.
+        Sequences, log probabilities, steps, and statistics, which say under "lossless" whether the text has the
+        target's distribution: "claimed" where a drafter, growth or verifier of another author took part.
 
     Raises:
         ValueError: an argument outside its range, which the message names, or states that memory cannot hold.
@@ -143,101 +144,14 @@ def generate(
         lm, prompts, attention_mask=attention_mask, num_samples=num_samples, max_batch=max_batch, max_length=max_length,
         sampling=sampling, repetition_penalty=repetition_penalty, logits_processor=logits_processor, seed=seed,
         max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
-        ignore_eos=ignore_eos, logprobs=logprobs, streamer=streamer,
+        ignore_eos=ignore_eos, logprobs=logprobs, return_steps=return_steps, streamer=streamer,
     )  # fmt: skip
     return run(settings, batch)
 
 
-class TokenStream(Iterator[int]):
-    """The new tokens of one text, one by one.  A step emits several at once, so some come without a wait.
-
-    ``close()``, or dropping the iterator, ends the text as cancelled and frees its memory.
-
-    Attributes:
-        result: what ``generate`` returns, of the text so far.
-        stats: its statistics.
-    """
-
-    def __init__(self, steps: Generator[DecodeLoop, None, Generation]) -> None:
-        self._steps: Generator[DecodeLoop, None, Generation] | None = steps
-        self._loop: DecodeLoop | None = next(steps)  # checks the arguments
-        self._result = self._loop.output("length")
-        self._next = 0
-
-    def __next__(self) -> int:
-        while self._next >= len(new := self._new_tokens()):
-            if self._steps is None:
-                raise StopIteration
-            self._advance()
-        self._next += 1
-        return new[self._next - 1]
-
-    @property
-    def result(self) -> Generation:
-        """What was generated so far; after the end, all of it."""
-        return self._result if self._loop is None else self._loop.output("running")
-
-    @property
-    def stats(self) -> dict[str, Any]:
-        """Statistics of the text so far."""
-        return self.result.stats
-
-    def close(self) -> None:
-        """End the text; tokens that were not taken are dropped."""
-        if self._steps is not None and self._loop is not None:
-            self._steps.close()
-            self._finish(self._loop.output("cancelled"))
-        self._next = len(self._new_tokens())
-
-    def _new_tokens(self) -> list[int]:
-        """New tokens of the text so far."""
-        if self._loop is not None:
-            return next((sequence.new for sequence in self._loop.sequences.all), [])
-        prompt = sum(self._result.stats["num_prompt_tokens"])
-        return [token for text in self._result.sequences for token in text[prompt:]]
-
-    def _advance(self) -> None:
-        """Take a step."""
-        assert self._steps is not None and self._loop is not None
-        try:
-            next(self._steps)
-        except StopIteration as end:
-            self._finish(end.value)
-        except BaseException:
-            self._finish(self._loop.output("error"))
-            raise
-
-    def _finish(self, result: Generation) -> None:
-        self._result, self._loop, self._steps = result, None, None
-
-
-def stream(
-    lm: TreeLM, prompt: Prompts, drafter: Drafter | TreeLM | str | Path | None = None, **options: Any
-) -> TokenStream:
-    """Generate one text and give its tokens as they are emitted: ``for token in stree.stream(lm, prompt): ...``.
-
-    Args:
-        lm: the target.
-        prompt: as ``prompts`` of ``generate``, but one.
-        drafter: as for ``generate``.
-        options: those of ``generate`` that concern one text.
-
-    Raises:
-        ValueError: an argument outside its range, or several prompts.
-        TypeError: another option.
-    """
-    known = inspect.signature(generate).parameters.keys() - SEVERAL
-    other = next((name for name in options if name not in known), None)
-    if other is not None:
-        raise TypeError(f"stream takes generate's options for one text, got {other}")
-    shared = inspect.signature(Settings).parameters.keys() & options.keys()
-    settings = Settings(lm, drafter, **{name: options.pop(name) for name in shared})
-    return TokenStream(_decode(settings, batch_for(lm, prompt, most_prompts=1, **options)))
-
-
 def run(settings: Settings, batch: Batch) -> Generation:
     """Decode a batch to its end."""
-    steps = _decode(settings, batch)
+    steps = decode_steps(settings, batch)
     while True:
         try:
             next(steps)
@@ -248,7 +162,7 @@ def run(settings: Settings, batch: Batch) -> Generation:
 
 @torch.inference_mode(False)  # what is kept for the next call must be usable outside of it
 @torch.no_grad()
-def _decode(settings: Settings, batch: Batch) -> Generator[DecodeLoop, None, Generation]:
+def decode_steps(settings: Settings, batch: Batch) -> Generator[DecodeLoop, None, Generation]:
     """Decode; yield the loop when it is known that the batch can run, after prefill and after every step."""
     settings.check_batch(batch)
     lm, drafter, ask = settings.lm, settings.drafter, settings.cancelled

@@ -37,7 +37,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged file or config raises whatever it meets in transformers
         raise ValueError(f"no tokenizer that transformers can read at {name!r}; name one by --tokenizer") from error
     if tokenizer.get_vocab().keys() == tokenizer.get_added_vocab().keys():  # made by transformers for want of one
         raise ValueError(f"the tokenizer at {name!r} knows no words; name one by --tokenizer")

@@ -7,8 +7,10 @@ nor on the backend, and no number is used twice (Philox 4x32-10: Salmon et al., 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,14 +49,20 @@ class Sampling(Distributions):
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p"):
             value = getattr(self, name)
-            if (value is not None or name == "temperature") and not hasattr(value, "__float__"):
-                raise TypeError(f"{name} must be a number, got {value!r:.80}")
+            if value is not None or name == "temperature":
+                object.__setattr__(self, name, _number(name, value))
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
         if 0 < self.temperature < LEAST_TEMPERATURE:
             raise ValueError(f"temperature must be 0 or at least {LEAST_TEMPERATURE}, got {self.temperature}")
-        if self.top_k is not None and (not hasattr(self.top_k, "__index__") or self.top_k < 1):
-            raise ValueError(f"top_k must be an integer of at least 1, got {self.top_k}")
+        if self.top_k is not None:
+            try:
+                top_k = operator.index(self.top_k)
+            except TypeError:
+                top_k = 0
+            if top_k < 1:
+                raise ValueError(f"top_k must be an integer of at least 1, got {self.top_k}")
+            object.__setattr__(self, "top_k", top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
@@ -94,6 +102,20 @@ class Sampling(Distributions):
             top_p,
             min_p,
         )
+
+
+def _number(name: str, value: Any) -> float:
+    """Return Python's own number.
+
+    Raises:
+        TypeError: something else, such as a string or several numbers.
+    """
+    try:
+        if not isinstance(value, str):
+            return float(value)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise TypeError(f"{name} must be a number, got {value!r:.80}")
 
 
 class BatchSampling(Distributions):

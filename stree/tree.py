@@ -104,7 +104,10 @@ class TokenTree:
             TypeError: a token is not an integer.
             ValueError: there is no path, a path is empty, or the roots differ.
         """
-        token_paths = [list(map(operator.index, path)) for path in paths]
+        try:
+            token_paths = [list(map(operator.index, path)) for path in paths]
+        except TypeError:
+            raise TypeError(f"paths must be lists of tokens, integers, got {paths!r:.80}") from None
         if not token_paths or not all(token_paths):
             raise ValueError("from_paths needs at least one path, and no empty path")
         roots = sorted({path[0] for path in token_paths})
@@ -162,7 +165,7 @@ def _as_batch(name: str, value: Tensor | Sequence[int]) -> Tensor:
         raise ValueError("a tree must have at least its root, got 0 nodes")  # an empty list has no integer dtype
     try:
         tensor = torch.as_tensor(value)
-    except RuntimeError:  # a value without a dtype
+    except (RuntimeError, TypeError, ValueError):  # a value without a dtype, or rows of different lengths
         raise TypeError(f"{name} must be an integer tensor, got {type(value).__name__}") from None
     if tensor.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
         raise TypeError(f"{name} must be an integer tensor, got {tensor.dtype}")

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stree.bench.records import Record
-from stree.bench.summary import mean_tau, sum_ratio
+from stree.bench.summary import Ratio, sum_ratio, tau_of
 
-__all__ = ["Blocks", "Key", "StepTimes", "composite_rows", "overhead_s", "pooled", "ratios", "seconds_of"]
+__all__ = ["Blocks", "Key", "StepTimes", "composite_rows", "overhead_s", "pooled", "ratios", "seconds_of", "tau"]
 
 NO_TREES = ("plain", "transformers")
 
@@ -138,7 +138,7 @@ def composite_rows(
             {
                 "method": name,
                 "is_best": name in best,
-                "tau": mean_tau(blocks[key] for key in keys),
+                "tau": tau({key: blocks[key] for key in keys}),
                 "step_ms": 1e3 * whole / steps,
                 "outside_forwards": steps * overheads[name] / whole,
                 **ratios(seconds, name),
@@ -152,6 +152,11 @@ def best_of(seconds: Mapping[str, Sequence[float]]) -> list[str | None]:
     chains = [name for name in seconds if name.startswith("chain")]
     trees = [name for name in seconds if name not in chains and name not in NO_TREES]
     return [min(kind, key=lambda name: sum(seconds[name]), default=None) for kind in (chains, trees)]
+
+
+def tau(blocks: Blocks) -> Ratio | None:
+    """Tokens a step of a method, with an interval over prompts."""
+    return tau_of({(key[:2], key[2]): block for key, block in blocks.items()})
 
 
 def ratios(seconds: Mapping[str, Sequence[float]], method: str) -> Record:

@@ -27,13 +27,13 @@ import torch
 from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import steps as gpu_steps
 from benchmarks.gpu.clock import time_graph
-from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, ratios
+from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, ratios, tau
 from benchmarks.gpu.run import Run, begin, command_line
 from benchmarks.gpu.supervise import is_wrong
 from stree.bench.pair import Pair
 from stree.bench.records import Record, read, read_lines, write
-from stree.bench.summary import mean_tau, sum_ratio
-from stree.bench.tables import interval_text, table
+from stree.bench.summary import sum_ratio
+from stree.bench.tables import ratio_text, table
 from stree.cli import main as run_stree
 from stree.models.tree_lm import TreeLM
 
@@ -159,7 +159,7 @@ def _real(
     }
     params = {"batch": batch, "temperature": temperature, "prompts": sum(tokens) // options.max_new_tokens}
     for name, blocks in methods.items():
-        speeds = {"tokens_per_s": sum_ratio(tokens, seconds[name]), "tau": mean_tau(blocks.values())}
+        speeds = {"tokens_per_s": sum_ratio(tokens, seconds[name]), "tau": tau(blocks)}
         yield {"params": params, "method": name, **speeds, **ratios(seconds, name)}
 
 
@@ -188,9 +188,9 @@ def _rows(rows: Sequence[Record], part: str) -> Iterator[list[str]]:
     for row in rows:
         if row["part"] == part:
             where = " ".join(f"{name}={value}" for name, value in row["params"].items() if name != "prompts")
-            speed = interval_text(*row["tokens_per_s"], digits=2) if part == "a" else f"{row['step_ms']:.3f} ms"
-            over = [interval_text(*row[name], digits=2) if name in row else "" for name in ("over_plain", "over_chain")]
-            yield [where, row["method"], speed, f"{row['tau']:.2f}", *over]
+            speed = ratio_text(row["tokens_per_s"]) if part == "a" else f"{row['step_ms']:.3f} ms"
+            over = [ratio_text(row[name]) if name in row else "" for name in ("over_plain", "over_chain")]
+            yield [where, row["method"], speed, ratio_text(row["tau"]), *over]
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ from stree.bench.drawing import svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read_lines
 from stree.bench.report import load_runs, plots_of, with_form
-from stree.bench.summary import PARTS, Ratio
-from stree.bench.tables import interval_text, table
+from stree.bench.summary import PARTS
+from stree.bench.tables import ratio_text, table
 from stree.growth.sequoia import RATES
 
 __all__ = ["DOCUMENTS", "PLOTS", "TABLES", "drawn", "filled"]
@@ -69,12 +69,12 @@ def by_suite(run: str, cell: Callable[[Record], str]) -> str:
 
 def speed(row: Record) -> str:
     """Tokens a second of plain decoding; of another method, over plain decoding of the same prompts."""
-    return f"{row['tokens_per_s']:.3g}" if row["method"] == "plain" else _text(row["over_plain"])
+    return f"{row['tokens_per_s']:.3g}" if row["method"] == "plain" else ratio_text(row["over_plain"])
 
 
 def tau(row: Record) -> str:
     """Tokens a step."""
-    return f"{row['tau']:.2f}"
+    return ratio_text(row["tau_interval"])
 
 
 def parts(row: Record) -> str:
@@ -89,7 +89,7 @@ def by_method(run: str) -> str:
     titles = [f"{name}, T {t:g}" for t in temperatures for name in ("tau", "ms a step", "tokens/s over plain")]
     lines: dict[str, list[str]] = {}
     for row in loaded.pooled:
-        cells = [tau(row), f"{row['step_ms'][0]:.1f}", _text(row["over_plain"])]
+        cells = [tau(row), f"{row['step_ms'][0]:.1f}", ratio_text(row["over_plain"])]
         lines[row["method"]] = lines.get(row["method"], []) + cells
     return table(["method", *titles], [[name, *cells] for name, cells in lines.items()])
 
@@ -101,7 +101,7 @@ def by_tree() -> str:
     lines: dict[str, list[str]] = {}
     for row in sorted(loaded.pooled, key=lambda row: row["temperature"]):
         name = with_form(row).replace(DEFAULT_RATES, "rates of the default")
-        figures = [_text(row["tau_interval"]), f"{row['draft_calls']:.1f}", f"{row['verified']:.1f}"]
+        figures = [tau(row), f"{row['draft_calls']:.1f}", f"{row['verified']:.1f}"]
         lines[name] = lines.get(name, []) + figures
     return table(["method", *titles], [[name, *figures] for name, figures in lines.items()])
 
@@ -112,19 +112,18 @@ def by_rule() -> str:
 
 
 def by_drafter() -> str:
-    """Show the runs of draft heads: tau by suite, its mean and that over the first method's, and times of a step."""
+    """Show the runs of draft heads: tau by suite and of all prompts, its ratio to the first method's, and times."""
     lines = []
     for run in load_runs([RESULTS / "heads" / name for name in HEADS]):
         first: dict[float, float] = {}
         for row in sorted(run.pooled, key=lambda row: row["temperature"]):
             method, temperature = row["method"], row["temperature"]
             taus = [r["tau"] for r in run.rows if (r["method"], r["temperature"]) == (method, temperature)]
-            mean = sum(taus) / len(taus)
-            over = mean / first.setdefault(temperature, mean)
+            over = row["tau"] / first.setdefault(temperature, row["tau"])
             whole = sum(row[f"{part}_ms"] for part in PARTS)
             figures = [f"{one:.1f}" for one in (row["draft_calls"], row["draft_ms"], whole)]
             names = [run.name, method, f"{temperature:g}", " / ".join(f"{one:.2f}" for one in taus)]
-            lines.append([*names, f"{mean:.2f}", f"{over:.2f}", *figures])
+            lines.append([*names, tau(row), f"{over:.2f}", *figures])
     titles = ["drafter", "method", "T", "tau by suite", "tau", "over the first", "draft calls", "draft ms", "step ms"]
     return table(titles, lines)
 
@@ -136,7 +135,7 @@ def by_batch() -> str:
     for size, run in zip(BATCHES, runs, strict=True):
         found = {row["method"]: row for row in run.rows}
         plain = found["plain"]["tokens_per_s"]
-        ratios = [_text(found[name]["over_plain"]) for name in methods]
+        ratios = [ratio_text(found[name]["over_plain"]) for name in methods]
         rows.append([size, f"{plain:.0f}", f"{1e3 * size / plain:.1f}", *ratios])
     return table(["batch", "plain, tokens/s", "plain, ms a token of one sequence", *methods], rows)
 
@@ -149,7 +148,7 @@ def by_rate() -> str:
     for rate in dict.fromkeys(row["rate"] for row in rows):
         at = {row["budget"]: row for row in rows if row["rate"] == rate}
         plain = at["plain"]
-        ratios = [_text(at[name]["over_plain"]["latency_median_s"]) for name in budgets]
+        ratios = [ratio_text(at[name]["over_plain"]["latency_median_s"]) for name in budgets]
         figures = (plain["tokens_per_s"], 1e3 * plain["ttft_median_s"], 1e3 * plain["latency_median_s"])
         lines.append([f"{rate:g}", *(f"{value:.3g}" for value in figures), *ratios])
     titles = ["requests a second", "plain, tokens/s", "plain, ms to the first token", "plain, ms a token"]
@@ -179,11 +178,6 @@ def _last_record(name: str) -> Record:
 def _suite(name: str) -> str:
     """Name a suite, a long one by its tokens."""
     return f"{int(name.rpartition('-')[2]):,} tokens" if name.startswith("long-") else SUITES[name]
-
-
-def _text(ratio: Ratio) -> str:
-    """Write a ratio with its interval."""
-    return interval_text(*ratio, digits=2)
 
 
 SPEEDS = ("speed", "context", "smollm2", *(f"smollm2-{run}" for run in ("one-thread", "long", "head", "context")))

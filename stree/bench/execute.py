@@ -14,15 +14,17 @@ from stree.bench.records import Record
 from stree.bench.unrolled import UnrolledLM
 from stree.decode.stats import PARTS
 from stree.decode.step_cache import step_cache_of
+from stree.decode.step_records import AcceptedCounts, StepRecord
 from stree.drafters import Drafter, FusedDrafter, NoDrafter, SuffixDrafter, load
 from stree.generation import GenerationError, generate
 from stree.kernels.clock import compile_seconds
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["Case", "Run", "execute", "figures"]
+__all__ = ["COUNTS", "Case", "Run", "execute", "figures"]
 
 MAX_RUNS = 5  # two warm up, the third captures CUDA graphs; the rest is for graphs that a capture makes necessary
+COUNTS = ("steps", "sequence_steps", "tau", "acceptance_by_depth", "rows", "draft_calls")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,14 @@ class Case:
         new_tokens: tokens that every sequence emits; no stop token is used.
         temperature: 0 for greedy.
         seed: of the random numbers.
+        return_steps: whether what happens in every step is reported, too, which takes time.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int
     temperature: float
     seed: int = 0
+    return_steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +54,15 @@ class Run:
         tokens: new tokens of each prompt.
         seconds: wall time from prompts to last token, prefill included.
         ttft_s: seconds to the first token, or None where that is not known.
-        stats: those of ``stree.generate``; only steps, tau and nodes_per_step for another library.
+        stats: those of ``stree.generate``; of another library only counts of steps and what they accepted.
+        steps: for each prompt what happened in its steps, where it is reported.
     """
 
     tokens: list[list[int]]
     seconds: float
     ttft_s: float | None
     stats: dict[str, Any]
+    steps: list[list[StepRecord]] | None = None
 
 
 def execute(pair: Pair, method: Method, case: Case) -> Run:
@@ -91,12 +97,8 @@ def figures(run: Run) -> Record:
     stats = run.stats
     shares = [_distinct_4grams(text) for text in run.tokens]
     return {
-        "steps": stats["steps"],
-        "sequence_steps": stats.get("sequence_steps", stats["steps"] * len(run.tokens)),
-        "tau": stats["tau"],
-        "draft_calls": stats["draft_calls"],
+        **{name: stats[name] for name in COUNTS},
         "verified": stats["nodes_per_step"] * stats["steps"],
-        "acceptance_by_depth": stats.get("acceptance_by_depth", []),
         "ttft_s": run.ttft_s,
         "distinct_4grams": sum(shares) / len(shares),
         "tokens": [run.tokens],
@@ -116,9 +118,12 @@ def _run_peer(pair: Pair, method: Method, case: Case) -> Run:
     began = time.perf_counter()
     out = PEERS[method.drafter](pair, case.prompts, case.new_tokens, case.temperature, case.seed, **options)
     seconds = time.perf_counter() - began
-    steps = (out.forwards or case.new_tokens) - 1  # without the prompt's
-    tau = (case.new_tokens - 1) / max(steps, 1)
-    stats = {"steps": steps, "tau": tau, "nodes_per_step": float(method.budget), "draft_calls": 0}
+    counts = AcceptedCounts.of([0] * (case.new_tokens - 1) if out.accepted is None else out.accepted)
+    rows = [counts.report()] * len(case.prompts)
+    stats = {
+        **counts.report(), "sequence_steps": counts.steps * len(rows), "rows": rows, "draft_calls": 0,
+        "nodes_per_step": float(method.budget),
+    }  # fmt: skip
     return Run(out.tokens, seconds, out.ttft_s, stats)
 
 
@@ -137,10 +142,10 @@ def _run(lm: TreeLM, drafter: Drafter, method: Method, case: Case) -> Run:
         ignore_eos=True,
         seed=case.seed,
         allow_lossy=method.is_lossy,
+        return_steps=case.return_steps,
     )
     seconds = time.perf_counter() - began
-    tokens = [text[len(prompt) :] for text, prompt in zip(out.sequences, case.prompts, strict=True)]
-    return Run(tokens, seconds, out.stats["prefill_s"], out.stats)
+    return Run(out.new_tokens, seconds, out.stats["prefill_s"], out.stats, out.steps)
 
 
 def _prepared(pair: Pair) -> tuple[int, float]:

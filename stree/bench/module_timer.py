@@ -43,11 +43,8 @@ class ModuleTimer:
     def seconds(self, names: Sequence[str]) -> dict[str, float]:
         """Sum the spans of each name."""
         wait_for(self._model.device)
-        sums = dict.fromkeys(names, 0.0)
-        for name, seconds in self._spans.seconds():
-            if name in sums:
-                sums[name] += seconds
-        return sums
+        seconds = self._spans.seconds()
+        return {name: seconds.get(name, 0.0) for name in names}
 
     def _begin(self, module: Any, args: Any, kwargs: Any) -> None:
         """Start a span if a tree is scored; prompts are not timed."""

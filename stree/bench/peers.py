@@ -6,12 +6,13 @@ import importlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import MaxLengthCriteria
 
 from stree.bench.pair import Pair
 
@@ -25,23 +26,31 @@ class PeerRun:
     Attributes:
         tokens: new ones of each prompt.
         ttft_s: seconds to the first token, or None where that is not known.
-        forwards: of the target, or None where each made one token.
+        accepted: drafted tokens that each step accepted, before the text was cut, without the step that read the
+            prompt; or None where nothing was drafted.
     """
 
     tokens: list[list[int]]
     ttft_s: float | None = None
-    forwards: int | None = None
+    accepted: list[int] | None = None
 
 
-class _FirstToken:
-    """A streamer that notes when the first new token comes; transformers puts the prompt first."""
+class _Passes:
+    """A streamer that notes when the tokens of each pass of the target come, and how many they are.
+
+    Attributes:
+        times: of the passes; transformers puts the prompt first, whose time is no pass's.
+        counts: tokens that came at these times.
+    """
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.counts: list[int] = []
 
     def put(self, value: Tensor) -> None:
         """Note the time; the tokens were read, so the device is synchronised."""
         self.times.append(time.perf_counter())
+        self.counts.append(value.numel())
 
     def end(self) -> None:
         """Nothing is left to do."""
@@ -53,9 +62,14 @@ def run_transformers(
     new_tokens: int,
     temperature: float,
     seed: int,
+    *,
+    drafted: int = 0,
     **assisted: Any,
 ) -> PeerRun:
     """Generate with the unpatched copy; a batch of ragged prompts is left-padded.
+
+    Speculation makes its last draft as long as every other one, as ours does, and what is behind the end is cut off.
+    Otherwise transformers shortens it, and tau would depend on how long the text is.
 
     Args:
         pair: the models.
@@ -63,7 +77,8 @@ def run_transformers(
         new_tokens: of every sequence.
         temperature: 0 for greedy.
         seed: of torch's random numbers.
-        assisted: options that choose a mode of speculation.
+        drafted: tokens that a mode of speculation drafts a step.
+        assisted: options that choose this mode.
     """
     width = max(map(len, prompts))
     ids = torch.tensor([[*[0] * (width - len(prompt)), *prompt] for prompt in prompts], device=pair.target.device)
@@ -71,21 +86,26 @@ def run_transformers(
     options: dict[str, Any] = {"do_sample": False}
     if temperature:
         options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    streamer = _FirstToken() if len(prompts) == 1 else None
+    streamer = _Passes() if len(prompts) == 1 else None
     torch.manual_seed(seed)
     began = time.perf_counter()
     out = pair.plain.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, pad_token_id=0, streamer=streamer, **options, **assisted
-    )
+        ids, attention_mask=mask, max_new_tokens=new_tokens + drafted, pad_token_id=0, streamer=streamer,
+        stopping_criteria=[MaxLengthCriteria(width + new_tokens)], **options, **assisted,
+    )  # fmt: skip
     first = streamer.times[1] - began if streamer is not None else None
-    return PeerRun(out[:, width:].tolist(), first)
+    accepted = [count - 1 for count in streamer.counts[2:]] if assisted and streamer is not None else None
+    return PeerRun(out[:, width : width + new_tokens].tolist(), first, accepted)
 
 
 def run_lookup(
     pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *, drafted: int
 ) -> PeerRun:
     """Generate with prompt lookup: transformers drafts ``drafted`` tokens a step from the text so far."""
-    return _run_assisted(pair, prompts, new_tokens, temperature, seed, prompt_lookup_num_tokens=drafted)
+    _check_assisted(pair, prompts)
+    return run_transformers(
+        pair, prompts, new_tokens, temperature, seed, drafted=drafted, prompt_lookup_num_tokens=drafted
+    )
 
 
 def run_assistant(
@@ -100,31 +120,16 @@ def run_assistant(
     assistant.generation_config.num_assistant_tokens = drafted
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
-    return _run_assisted(pair, prompts, new_tokens, temperature, seed, assistant_model=assistant)
+    _check_assisted(pair, prompts)
+    return run_transformers(pair, prompts, new_tokens, temperature, seed, drafted=drafted, assistant_model=assistant)
 
 
-def _run_assisted(
-    pair: Pair,
-    prompts: Sequence[Sequence[int]],
-    new_tokens: int,
-    temperature: float,
-    seed: int,
-    **assisted: Any,
-) -> PeerRun:
-    """Generate in a mode of speculation, and count the target's forwards."""
+def _check_assisted(pair: Pair, prompts: Sequence[Sequence[int]]) -> None:
+    """Refuse what transformers' modes of speculation cannot run."""
     if len(prompts) > 1:
         raise NotImplementedError("transformers' assisted generation takes one prompt; use --batch-size 1")
     if pair.plain._is_stateful:
         raise NotImplementedError("transformers has no assisted generation for models with a recurrent state")
-    forwards = 0
-
-    def count(*_: Any) -> None:
-        nonlocal forwards
-        forwards += 1
-
-    with pair.plain.register_forward_pre_hook(count):
-        run = run_transformers(pair, prompts, new_tokens, temperature, seed, **assisted)
-    return replace(run, forwards=forwards)
 
 
 def run_mamba_ssm(

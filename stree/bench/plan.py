@@ -28,6 +28,7 @@ class Settings:
         seed: of the random numbers.
         test_texts: texts a checked prompt for the statistical test of sampled text; 0 leaves it out.
         chat: whether prompts go through the tokenizer's chat template.
+        return_steps: whether records also hold what happened in every step, of one more run that is not timed.
 
     Raises:
         ValueError: a value outside its range.
@@ -39,6 +40,7 @@ class Settings:
     seed: int = 0
     test_texts: int = 0
     chat: bool = False
+    return_steps: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 2), ("batch_size", 1), ("seed", 0), ("test_texts", 0)):

@@ -220,11 +220,11 @@ def copy_bandwidth(device: torch.device) -> float:
     source = torch.ones(COPIED // 4, device=device)
     target = torch.empty_like(source)
     clock = StepTimer(device)
-    for _ in range(6):
+    for number in range(6):
         target.copy_(source)
-        clock.lap("copy")
+        clock.lap(f"copy {number}")
     wait_for(device)
-    return 2 * COPIED / min(seconds for _, seconds in clock.seconds())
+    return 2 * COPIED / min(clock.seconds().values())
 
 
 def profile_tables(record: Record) -> list[Table]:

@@ -18,19 +18,13 @@ from stree.bench.drawing import describe, svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read
 from stree.bench.summary import PARTS, compare, pool, summarise, verdict_text
-from stree.bench.tables import interval_text, table
+from stree.bench.tables import ratio_text, table
 from stree.files import replacing
 
 __all__ = [
-    "HEADINGS",
-    "LoadedRun",
-    "load_runs",
-    "markdown",
-    "plots_of",
-    "ratio_table",
-    "write_page",
+    "HEADINGS", "LoadedRun", "cells", "load_runs", "markdown", "plots_of", "ratio_table", "with_form", "write_page",
     "write_plots",
-]
+]  # fmt: skip
 
 HEADINGS = {  # column -> heading
     "suite": "suite",
@@ -39,7 +33,7 @@ HEADINGS = {  # column -> heading
     "tokens_per_s": "tokens/s",
     "over_plain": "over plain [95%]",
     "over_chain": "over best chain [95%]",
-    "tau": "tau",
+    "tau": "tau [95%]",
     "draft_calls": "draft calls",
     "verified": "nodes",
     "parts": "ms a step: " + " / ".join(PARTS),
@@ -134,9 +128,8 @@ def ratio_table(path: Path, pairs: Sequence[str]) -> str:
     for pair in pairs:
         method, _, base = pair.partition("/")
         for row in compare(records, method, base):
-            ratios = (interval_text(*row[name], digits=2) for name in ("speed", "tokens_per_step"))
-            rows.append([method, base, f"{row['temperature']:g}", *ratios])
-    return table(["method", "over", "T", "speed", "tokens a step"], rows)
+            rows.append([method, base, f"{row['temperature']:g}", ratio_text(row["speed"]), ratio_text(row["tau"])])
+    return table(["method", "over", "T", "speed [95%]", "tau [95%]"], rows)
 
 
 def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
@@ -201,8 +194,8 @@ def cells(row: Record) -> Mapping[str, str]:
     return {
         **names,
         "tokens_per_s": f"{row['tokens_per_s']:.0f}",
-        **{name: interval_text(*row[name], digits=2) if row[name] else "-" for name in ("over_plain", "over_chain")},
-        "tau": f"{row['tau']:.2f}",
+        **{name: ratio_text(row[name]) for name in ("over_plain", "over_chain")},
+        "tau": ratio_text(row["tau_interval"]),
         "draft_calls": f"{row['draft_calls']:.1f}",
         "verified": f"{row['verified']:.1f}",
         "parts": " / ".join(f"{row[f'{part}_ms']:.1f}" for part in PARTS) if has_parts else "-",

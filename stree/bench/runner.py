@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,11 @@ class Runner:
         own = {"growth": growth, "budget": method.budget, "is_unrolled": method.is_unrolled, "drafter": method.drafter}
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")
         record |= quantiles([len(case.prompts) * case.new_tokens / run.seconds])
-        return record | figures(run) | judge(self.pair, method, case, run, runs)
+        record |= figures(run) | judge(self.pair, method, case, run, runs)
+        if self.settings.return_steps:
+            steps = execute(self.pair, method, replace(case, return_steps=True)).steps
+            record["step_records"] = steps and [[asdict(step) for step in text] for text in steps]
+        return record
 
     def _contexts(self, block: Block) -> list[list[int]]:
         """Make the prompts of a block; a later turn has plain decoding's answers to the earlier ones in context."""
@@ -274,7 +279,8 @@ def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], sett
         "threads": env["threads"],
         "suites": {s.name: {"prompts": len(s.prompts), "file": s.digest} for s in suites},
         "methods": [f"{method.name} ({method.verifier})" for method in methods],
-        **{name: getattr(settings, name) for name in settings.__slots__},
+        **({"return_steps": True} if settings.return_steps else {}),
+        **{name: getattr(settings, name) for name in settings.__slots__ if name != "return_steps"},
     }
 
 

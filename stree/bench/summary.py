@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
-from stree.bench.methods import PEERS
+from stree.bench.methods import ASSISTED, PEERS
 from stree.bench.records import Record
 
 __all__ = [
-    "PARTS", "Ratio", "compare", "interval", "mean_tau", "pool", "sum_ratio", "summarise", "verdict_text",
+    "PARTS", "Ratio", "compare", "interval", "pool", "sum_ratio", "summarise", "tau_of", "verdict_text",
 ]  # fmt: skip
 
 PARTS = ("draft", "verify", "accept", "commit")
@@ -51,12 +51,23 @@ def sum_ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
     return interval(_over, above, below)
 
 
-def mean_tau(blocks: Iterable[Record]) -> float:
-    """Average tokens a step over the steps that each sequence of some records took part in."""
-    known = list(blocks)
-    return float(
-        sum(block["tau"] * _sequence_steps(block) for block in known) / max(sum(map(_sequence_steps, known)), 1)
-    )
+def tau_of(blocks: Blocks) -> Ratio | None:
+    """Average tokens a step over the steps that each sequence of a method's records took part in, with an interval.
+
+    None where no step was taken, or where a record of transformers' speculation is of a version that counted what was
+    left of a text, which is no tau.
+    """
+    counts = _tau_counts(blocks, blocks)
+    return None if counts is None else sum_ratio(*counts)
+
+
+def _tau_counts(blocks: Blocks, keys: Iterable[tuple[Any, int]]) -> tuple[list[float], list[float]] | None:
+    """Sum tokens and steps of each batch of prompts; see ``tau_of``."""
+    keys = [key for key in keys if _sequence_steps(blocks[key])]
+    if not keys or any(blocks[key]["params"]["drafter"] in ASSISTED and "rows" not in blocks[key] for key in keys):
+        return None
+    tokens = _sums(blocks, keys, lambda block: block["tau"] * _sequence_steps(block))
+    return tokens, _sums(blocks, keys, _sequence_steps)
 
 
 def _sequence_steps(block: Record) -> int:
@@ -119,7 +130,8 @@ def compare(records: Sequence[Record], method: str, base: str) -> list[Record]:
     """Compare two methods of one run over the prompts of all suites, one row a temperature.
 
     Returns:
-        rows with ``temperature``, and ``speed`` and ``tokens_per_step`` of ``method`` over those of ``base``.
+        rows with ``temperature``, and ``speed`` and ``tau`` of ``method`` over those of ``base``; None where a tau is
+        not known.
 
     Raises:
         ValueError: a method that the run does not have, or of which one output is not the target's.
@@ -140,8 +152,9 @@ def compare(records: Sequence[Record], method: str, base: str) -> list[Record]:
     for temperature in dict.fromkeys(temperature for temperature, _ in groups):
         own, other = groups[temperature, method], groups[temperature, base]
         both = own.keys() & other.keys()
-        steps = sum_ratio(*(_sums(blocks, both, _steps) for blocks in (other, own)))
-        rows.append({"temperature": temperature, "speed": _speedup(other, own), "tokens_per_step": steps})
+        above, below = _tau_counts(own, both), _tau_counts(other, both)
+        tau = None if above is None or below is None else interval(_over_each, *above, *below)
+        rows.append({"temperature": temperature, "speed": _speedup(other, own), "tau": tau})
     return rows
 
 
@@ -166,7 +179,6 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
         "budget": blocks[0]["params"]["budget"],
         "growth": blocks[0]["params"].get("growth"),
         "prompts": sum(count for count, _ in speeds),
-        "tau": mean_tau(blocks),
         "draft_calls": sum(block["draft_calls"] for block in blocks) / steps,
         "verified": sum(block["verified"] for block in blocks) / steps,
         "tokens_per_s": sum(count for count, _ in speeds) / sum(count / speed for count, speed in speeds),
@@ -183,11 +195,11 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
 
 def _intervals(blocks: Blocks) -> Record:
     """Estimate tau and the milliseconds of a step with intervals, and count the batches of prompts they are over."""
-    tokens = _sums(blocks, blocks, lambda block: block["tau"] * _sequence_steps(block))
-    steps = [1e-3 * count for count in _sums(blocks, blocks, _steps)]
+    steps, tau = [1e-3 * count for count in _sums(blocks, blocks, _steps)], tau_of(blocks)
     return {
-        "samples": len(tokens),
-        "tau_interval": sum_ratio(tokens, _sums(blocks, blocks, lambda block: max(_sequence_steps(block), 1))),
+        "samples": len(steps),
+        "tau": None if tau is None else tau[0],
+        "tau_interval": tau,
         "step_ms": sum_ratio(_sums(blocks, blocks, _decode_seconds), steps),
     }
 
@@ -220,7 +232,12 @@ def _step_ratio(plain: Blocks, other: Blocks, seconds: Callable[[Record], float]
         return None
     samples = [_sums(other, both, seconds), _sums(other, both, _steps)]
     samples += [_sums(plain, both, _decode_seconds), _sums(plain, both, _steps)]
-    return interval(lambda a, n, b, m, axis: _over(a, n, axis) / _over(b, m, axis), *samples)
+    return interval(_over_each, *samples)
+
+
+def _over_each(a: Array, n: Array, b: Array, m: Array, axis: int) -> Array:
+    """Divide a ratio of sums by another one."""
+    return _over(a, n, axis) / _over(b, m, axis)
 
 
 def _over(a: Array, b: Array, axis: int) -> Array:

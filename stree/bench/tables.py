@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["interval_text", "table"]
+__all__ = ["interval_text", "ratio_text", "table"]
 
 
 def interval_text(value: float, low: float | None, high: float | None, *, digits: int = 3) -> str:
@@ -12,6 +12,11 @@ def interval_text(value: float, low: float | None, high: float | None, *, digits
     if low is None or high is None or low == high:
         return f"{value:.{digits}f}"
     return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def ratio_text(ratio: tuple[float, float | None, float | None] | None) -> str:
+    """Write a value with its interval to two digits, or "-" where it is not known."""
+    return "-" if ratio is None else interval_text(*ratio, digits=2)
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -76,6 +76,9 @@ def _add_run(bench: Any) -> None:
     )
     command.add_argument("--compile", action="store_true", help="compile the scoring of trees on a CPU; needs g++")
     command.add_argument("--chat", action="store_true", help="put prompts through the tokenizer's chat template")
+    command.add_argument(
+        "--steps", action="store_true", help="also record every step: its tree, accepted path, probabilities and times"
+    )
     command.add_argument("--out", type=Path, required=True, help="directory of the run")
     command.add_argument("--force", action="store_true", help="begin anew where --out holds another run")
     command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
@@ -114,7 +117,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--limit must not be negative, got {arguments.limit}")
     settings = Settings(
         arguments.max_new_tokens, temperatures_of(arguments.temperature), arguments.batch_size, arguments.seed,
-        arguments.test_distribution, arguments.chat,
+        arguments.test_distribution, arguments.chat, arguments.steps,
     )  # fmt: skip
     methods = parse_methods(arguments.methods if arguments.methods is not None else DEFAULT)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None)

@@ -10,18 +10,18 @@ __all__ = ["report_of", "summary"]
 
 def report_of(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any, warm_up_s: float) -> dict[str, Any]:
     """Gather what ``--json`` prints; ``warm_up_s`` is what warming up took before the text."""
-    from stree.serving.text import text_of
+    from stree.decode.text import text_of
 
     stats = output.stats
-    num_prompt_tokens, num_new_tokens = stats["num_prompt_tokens"][0], stats["num_new_tokens"][0]
-    prompt, new = output.sequences[0][:num_prompt_tokens], output.sequences[0][num_prompt_tokens:]
+    num_prompt_tokens, new = stats["num_prompt_tokens"][0], output.new_tokens[0]
+    prompt = output.sequences[0][:num_prompt_tokens]
     keys = ("steps", "tau", "draft_calls", "nodes_per_step", "acceptance_by_depth", "tokens_per_s", "total_s")
     parts = ("prefill_s", "draft_s", "verify_s", "accept_s", "commit_s")
     return {
         "text": text_of(tokenizer, prompt, new),
         "token_ids": new,
         "num_prompt_tokens": num_prompt_tokens,
-        "num_new_tokens": num_new_tokens,
+        "num_new_tokens": len(new),
         **{key: stats[key] for key in keys + parts},
         "warm_up_s": warm_up_s + stats["warm_up_s"],
         "growth": stats["growth"],

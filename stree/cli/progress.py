@@ -44,7 +44,7 @@ class TextPrinter:
 
     def put(self, value: Any) -> None:
         """Print the next tokens; the first call brings the prompt."""
-        from stree.serving.text import IncrementalText
+        from stree.decode.text import IncrementalText
 
         tokens = value.tolist()
         if self._text is None:

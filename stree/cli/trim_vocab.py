@@ -32,7 +32,7 @@ def add_trim_vocab(commands: Any) -> None:
 def _trim(arguments: argparse.Namespace) -> int:
     """Run ``stree trim-vocab``."""
     from stree.checks import check_counts
-    from stree.models.families import config_of_text_model
+    from stree.models.families import config_of_text_model, family_of
     from stree.models.loading import load_config
     from stree.sampling import Sampling
     from stree.vocabulary import check_keep, most_frequent, save_vocabulary
@@ -43,6 +43,7 @@ def _trim(arguments: argparse.Namespace) -> int:
     texts = nonempty_documents(arguments.text or arguments.prompts)
     name = locate(arguments.target, "target")
     config = config_of_text_model(load_config(name))
+    family_of(config)
     tokenizer = load_tokenizer(arguments.tokenizer or name)
     always = _stop_tokens(name, config, tokenizer)
     check_keep(arguments.keep, config.vocab_size, always)
@@ -68,6 +69,8 @@ def _stop_tokens(name: str, config: Any, tokenizer: Any) -> list[int]:
     found: set[int] = set()
     for part in (stop, config.eos_token_id, tokenizer.eos_token_id):
         found |= set(part) if isinstance(part, list) else set() if part is None else {part}
+    if not all(isinstance(token, int) for token in found):
+        raise ValueError(f"eos_token_id of {name!r} must be token ids, got {sorted(map(str, found))}")
     return sorted(token for token in found if token < config.vocab_size)
 
 
@@ -89,5 +92,5 @@ def _generated(
             lm, [prompt], sampling=Sampling(arguments.temperature), max_new_tokens=arguments.max_new_tokens,
             stop_token_ids=stop, seed=arguments.seed + number,
         )  # fmt: skip
-        texts.append(out.sequences[0][len(prompt) :])
+        texts.append(out.new_tokens[0])
     return texts

@@ -15,6 +15,8 @@ from stree.models.tree_lm import TreeLM
 
 __all__ = ["batch_for"]
 
+MOST_TEXTS = 1 << 20  # of a list of prompts, each of which is held from the beginning
+
 
 def batch_for(
     lm: TreeLM, prompts: Any, *, attention_mask: Any = None, num_samples: int = 1, max_batch: int | None = None,
@@ -45,6 +47,8 @@ def batch_for(
     prompts = token_lists(prompts, attention_mask)
     count = None if isinstance(prompts, Iterator) else len(prompts)
     what = "an iterator of them" if count is None else f"{count * num_samples}"
+    if count is not None and count * num_samples > MOST_TEXTS:
+        raise ValueError(f"num_samples of {num_samples} makes {what} texts; one call takes at most {MOST_TEXTS}")
     if most_prompts is not None and (count is None or count > most_prompts):
         raise ValueError(f"a stream takes one prompt, got {what}")
     if count == 0:
@@ -78,6 +82,7 @@ def batch_for(
     return Batch(
         requests, kinds, max(len(request.stop_token_ids) for request in each), max_batch, max_length, prompt_length,
         is_padded, refills, RowProcessors() if any(request.processors for request in each) else processor,
+        keeps_probs=any(request.return_steps for request in each),
     )  # fmt: skip
 
 
@@ -86,7 +91,7 @@ def _options_of_each(options: dict[str, Any], count: int | None) -> list[dict[st
     for name in ("stop_token_ids", "stop_strings"):
         if isinstance(options.get(name), Iterator):  # every text reads them
             options = {**options, name: [*options[name]]}
-    if options.get("stop_strings") and options.get("tokenizer") is not None:
+    if options.get("stop_strings") is not None and options.get("tokenizer") is not None:
         options = {**options, "tokenizer": TokenBytes(options["tokenizer"])}  # texts share what is known of it
     lists = {name: value for name, value in options.items() if _is_of_each(name, value)}
     for name, values in lists.items():
@@ -95,6 +100,8 @@ def _options_of_each(options: dict[str, Any], count: int | None) -> list[dict[st
         if len(values) != count:
             what = f"one for all prompts or one for each of {count}"
             raise ValueError(f"{name} must be {what}, got a list of {len(values)}")
+    if None in lists.get("sampling", ()):
+        raise TypeError("sampling must be an object such as stree.Sampling() for each prompt, got None in a list")
     own = (dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True))
     return [{**options, **values} for values in own] if lists else [options]
 

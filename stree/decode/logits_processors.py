@@ -61,8 +61,12 @@ class RowProcessors:
         """Process node by node."""
         processed = []
         for node, row in zip(nodes, logits.split(1), strict=True):
+            shape = row.shape
             for processor in self._rows[node.row]:
                 row = processor(node.text[None], row)
+                if not isinstance(row, Tensor) or row.shape != shape:
+                    what = f"float{[*row.shape]}" if isinstance(row, Tensor) else f"{row!r:.80}"
+                    raise TypeError(f"logits_processor must return logits float{[*shape]}, got {what}")
             processed.append(row)
         return torch.cat(processed)
 
@@ -81,7 +85,7 @@ class RepetitionPenalty:
     """
 
     def __init__(self, penalty: float) -> None:
-        if not hasattr(penalty, "__float__") or isinstance(penalty, Tensor):
+        if not hasattr(penalty, "__float__") or isinstance(penalty, Tensor) or getattr(penalty, "ndim", False):
             raise TypeError(f"repetition_penalty must be a number, got {penalty!r:.80}")
         if not 0 < penalty < float("inf"):
             raise ValueError(f"repetition_penalty must be above 0 and finite, got {penalty}")
@@ -140,14 +144,14 @@ class TreeProcessing:
         return process
 
     def refuse_ends(self, logits: Tensor, rows: Tensor) -> None:
-        """Refuse texts of int64[count] rows after which float[count, vocab] processed logits leave no token to draw.
+        """Refuse texts of int64[count] rows after which float[count, vocab] logits, processed, exclude every token.
 
         Raises:
             ValueError: there is one.
         """
-        if self._processor is not None and bool((is_end := _leaves_none(logits)).any()):
-            ends = rows[is_end].unique().tolist()
-            raise ValueError(f"the logits processor leaves no token to draw in rows {ends}")
+        if bool((is_end := _leaves_none(logits)).any()):
+            whose = "the target" if self._processor is None else "the logits processor"
+            raise ValueError(f"{whose} leaves no token to draw in rows {rows[is_end].unique().tolist()}")
 
     def refuse_path_ends(self, logits: Tensor, path: Tensor, lengths: Tensor) -> None:
         """Likewise for the nodes of trees that are kept: the first int32[batch] of int32[batch, m] paths.

@@ -170,7 +170,7 @@ class DecodeLoop:
         sampling = BatchSampling(self.batch.kinds, 0, self._device)
         return (
             batch, self.max_length(policy), policy.max_nodes, repr(sampling), self.verifier, self.batch.most_stops,
-            drafter_key(self.drafter), repr(policy.growth), *map(layout_of, models),
+            drafter_key(self.drafter), repr(policy.growth), self.batch.keeps_probs, *map(layout_of, models),
         )  # fmt: skip
 
     def output(self, reason: str) -> Generation:
@@ -182,12 +182,15 @@ class DecodeLoop:
             "finish_reasons": [sequence.reason or reason for sequence in sequences],
             **self.stats.report(self.sequences.num_new_tokens),
             **self.reported,
+            "rows": [sequence.counts.report() for sequence in sequences],
         }
         if self.is_started and self._step.graphs is not None:
             report["graphs"] = {**self._step.graphs.report(), "replays": self._replays - self._replays_before}
         has_logprobs = any(sequence.request.logprobs is not None for sequence in sequences)
         logprobs = [sequence.logprobs for sequence in sequences] if has_logprobs else None
-        return Generation([sequence.tokens for sequence in sequences], report, logprobs)
+        steps = [[*sequence.steps] for sequence in sequences] if self.batch.keeps_probs else None
+        texts, new = [sequence.tokens for sequence in sequences], [[*sequence.new] for sequence in sequences]
+        return Generation(texts, report, logprobs, new, steps)
 
     def _next_sequences(self, count: int) -> list[Text]:
         """Take the sequences of the next requests that can be run; the others have ended already."""
@@ -207,29 +210,34 @@ class DecodeLoop:
             self.admit(following[0])
 
     def _read(self) -> None:
-        """Read a step's report: tokens are appended to the texts, times and lengths to the statistics."""
+        """Read a step's report: tokens are appended to the texts, times and lengths to the statistics.
+
+        The host may have ended a text, by a stop string, after this step was launched for it: that is no step of it.
+        """
         result, texts, self._replays, policy = self._launched.popleft()
         try:
             rows, committed = result.emitted()
         except Exception:
             self._launched.clear()  # they go on from what cannot be used
             raise
+        seconds = result.timer.seconds()
+        counted = [0 if text.reason is not None else count for text, count in zip(texts, committed, strict=True)]
+        self.stats.record(result, counted, seconds)
         logprobs = None if result.logprobs is None else result.logprobs.tolist()
         if self.on_step is not None:
-            self.on_step(result, texts, committed)
+            self.on_step(result, texts, counted)
         for row, (text, tokens) in enumerate(zip(texts, rows, strict=True)):
+            text.record(result, row, counted[row], seconds)
             own = None if logprobs is None else logprobs[row]
             logits = None if result.logits is None else result.logits[row]
             if text.append(tokens, logits, own):
                 self._step.set_finished(row)
-        seconds = result.timer.seconds()
-        self.stats.record(result, committed, seconds)
         self._count_time()
         problem = None if self._has_warned else self.stats.unfit_drafter(self._step.hidden_layers)
         if problem is not None:
             self._has_warned = True
             logger.warning(problem)
-        step_s = self.lm.agreed(sum(time_s for _, time_s in seconds))
+        step_s = self.lm.agreed(sum(seconds.values()))
         policy.observe([count for count in committed if count], step_s if result.is_steady else None)
 
     def _begin(self, sequences: list[Text], rows: list[int], logits: Tensor) -> None:
@@ -252,7 +260,7 @@ class DecodeLoop:
         options: dict[str, Any] = {
             "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,
             "max_length": self.max_length(policy), "most_stops": self.batch.most_stops,
-            "processor": self.batch.processor,
+            "processor": self.batch.processor, "keeps_probs": self.batch.keeps_probs,
         }  # fmt: skip
         if self.step_cache is None:
             return DecodeStep(self.lm, state, **options)

@@ -39,7 +39,8 @@ def token_lists(prompts: Any, attention_mask: Any = None) -> Sequence[Any] | Ite
         attention_mask: 0 or False where a token is padding, on the left or on the right; in the form of the prompts.
 
     Raises:
-        ValueError: something else, a mask of another shape, or one with a hole.
+        TypeError: a mask that is none.
+        ValueError: prompts of another kind, a mask of another shape, or one with a hole.
     """
     if isinstance(prompts, Mapping):
         if "input_ids" not in prompts:
@@ -54,10 +55,10 @@ def token_lists(prompts: Any, attention_mask: Any = None) -> Sequence[Any] | Ite
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
         raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
     rows: list[Any] = [*prompts]
-    mask = attention_mask.tolist() if hasattr(attention_mask, "tolist") else attention_mask
+    mask = _rows_of_mask(attention_mask)
     if rows and all(isinstance(token, Integral) for token in rows):
         rows = [rows]
-        mask = mask if mask is None or (len(mask) == 1 and hasattr(mask[0], "__len__")) else [mask]
+        mask = mask if mask is None or (len(mask) == 1 and isinstance(mask[0], Sequence)) else [mask]
     if mask is None:
         return rows
     if len(mask) != len(rows):
@@ -65,8 +66,18 @@ def token_lists(prompts: Any, attention_mask: Any = None) -> Sequence[Any] | Ite
     return [_without_padding(place, *pair) for place, pair in enumerate(zip(rows, mask, strict=True))]
 
 
+def _rows_of_mask(mask: Any) -> list[Any] | None:
+    """List the rows, or the numbers of one row, of a mask."""
+    mask = mask.tolist() if hasattr(mask, "tolist") else mask
+    if mask is not None and (isinstance(mask, str) or not isinstance(mask, Sequence)):
+        raise TypeError(f"attention_mask must be in the form of the prompts, 0 or 1 for each token, got {mask!r:.80}")
+    return None if mask is None else [*mask]
+
+
 def _without_padding(place: int, prompt: Sequence[int], mask: Sequence[int]) -> Sequence[int]:
     """Take the tokens that a mask keeps, which must be next to each other."""
+    if isinstance(mask, str) or not isinstance(mask, Sequence) or not all(isinstance(one, Integral) for one in mask):
+        raise TypeError(f"attention_mask of prompt {place} must hold 0 or 1 for each token, got {mask!r:.80}")
     if len(mask) != len(prompt):
         raise ValueError(f"attention_mask of prompt {place} must have {len(prompt)} entries, got {len(mask)}")
     kept = [column for column, value in enumerate(mask) if value]

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from stree.checks import check_counts, check_object
+from stree.checks import check_counts, check_flags, check_object
 from stree.decode.logits_processors import LogitsProcessor, NodeProcessor, RepetitionPenalty
 from stree.decode.prompts import token_ids
-from stree.decode.stop_strings import StopStrings
+from stree.decode.stop_strings import StopStrings, string_list
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -62,7 +62,7 @@ class Request:
         processors: of its logits, one after the other; the batch must have a ``RowProcessors`` for them.
         streamer: receives its tokens, or None.
         observer: observes every token, or None.
-        needs_trees: whether the trees of its steps are copied to the host.
+        return_steps: whether what happens in its steps is kept.
     """
 
     prompt: list[int]
@@ -77,7 +77,7 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
     streamer: Streamer | None = None
     observer: Observer | None = None
-    needs_trees: bool = False
+    return_steps: bool = False
 
     @classmethod
     def of(
@@ -85,7 +85,7 @@ class Request:
         logits_processor: LogitsProcessor | None = None, seed: int = 0, max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | StopStrings | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int | None = None,
-        streamer: Streamer | None = None, observer: Observer | None = None, needs_trees: bool = False,
+        streamer: Streamer | None = None, observer: Observer | None = None, return_steps: bool = False,
     ) -> Request:  # fmt: skip
         """Check the options of a text, which are those of ``generate``, and make a request that has no prompt yet.
 
@@ -96,9 +96,10 @@ class Request:
         sampling = Sampling() if sampling is None else sampling
         check_object("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)")
         if streamer is not None:
-            check_object("streamer", streamer, "put", "transformers.TextStreamer(tokenizer)")
+            check_object("streamer", streamer, "end", "transformers.TextStreamer(tokenizer)")
         if logits_processor is not None and (isinstance(logits_processor, type) or not callable(logits_processor)):
             raise TypeError(f"logits_processor must be a function of text and logits, got {logits_processor!r:.80}")
+        check_flags(ignore_eos=ignore_eos, return_steps=return_steps)
         penalty = RepetitionPenalty(repetition_penalty)
         processors = (penalty if penalty.penalty != 1 else None, logits_processor)
         max_new_tokens = _integer("max_new_tokens", max_new_tokens)
@@ -107,8 +108,7 @@ class Request:
             stop_token_ids = () if ignore_eos else getattr(lm, "eos_token_ids", ())
         stops = token_ids("stop_token_ids", stop_token_ids)
         if stop_strings is not None and not isinstance(stop_strings, StopStrings):
-            is_one = isinstance(stop_strings, str) or not hasattr(stop_strings, "__iter__")
-            strings: Any = [stop_strings] if is_one else [*stop_strings]
+            strings = string_list("stop_strings", stop_strings)
             stop_strings = StopStrings(tokenizer, strings) if strings else None
         return cls(
             [], sampling, max_new_tokens,
@@ -116,7 +116,7 @@ class Request:
             frozenset(token for token in stops if 0 <= token < lm.vocab_size),
             _integer("seed", seed), stop_strings=stop_strings, logprobs=_alternatives(lm, logprobs),
             processors=tuple(processor for processor in processors if processor is not None), streamer=streamer,
-            observer=observer, needs_trees=needs_trees,
+            observer=observer, return_steps=return_steps,
         )  # fmt: skip
 
     def with_prompt(
@@ -135,7 +135,7 @@ class Request:
             TypeError: no token ids.
             ValueError: no tokens, too many, or some that the target does not have.
         """
-        if isinstance(prompt, str) or not hasattr(prompt, "__len__"):
+        if isinstance(prompt, str) or not hasattr(prompt, "__len__") or getattr(prompt, "ndim", 1) == 0:
             raise TypeError(f"prompt {number} must be a list of tokens, got {type(prompt).__name__}")
         if not len(prompt):
             raise ValueError(f"prompt {number} is empty; every prompt needs at least one token")
@@ -162,9 +162,14 @@ def _alternatives(lm: TreeLM, logprobs: Any) -> int | None:
     """Return how many alternatives are kept beside each token's own log probability, or None for no probabilities."""
     if logprobs is None or isinstance(logprobs, bool):
         return 0 if logprobs else None
-    if not hasattr(logprobs, "__index__") or not 0 <= logprobs <= lm.vocab_size:
-        raise ValueError(f"logprobs must be True or a number of alternatives up to {lm.vocab_size}, got {logprobs!r}")
-    return operator.index(logprobs)
+    try:
+        count = operator.index(logprobs)
+    except TypeError:
+        count = -1
+    if not 0 <= count <= lm.vocab_size:
+        what = f"True or a number of alternatives up to {lm.vocab_size}"
+        raise ValueError(f"logprobs must be {what}, got {logprobs!r:.80}")
+    return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +187,7 @@ class Batch:
         refills: whether a request takes the row of a sequence that has ended.
         processor: of all their logits, or None; its steps are not captured.
         min_nodes: nodes that a state has room for at least, and so tokens that ``extend`` runs at once.
+        keeps_probs: whether the probabilities of the accepted paths are computed.
     """
 
     requests: Iterator[Request]
@@ -194,6 +200,7 @@ class Batch:
     refills: bool = False
     processor: NodeProcessor | None = None
     min_nodes: int = 1
+    keeps_probs: bool = False
 
     @property
     def is_greedy(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from stree.decode.logprobs import TokenLogprob, read_logprobs
 from stree.decode.request import Observer, Request
-from stree.decode.step_result import Wanted
+from stree.decode.step_records import AcceptedCounts, StepRecord, step_record
+from stree.decode.step_result import StepResult, Wanted
 
 __all__ = ["Sequences", "Text"]
 
@@ -25,6 +26,8 @@ class Text:
         logprobs: their log probabilities, where the request wants them.
         reason: why it has ended, or None: "stop", "length", "cancelled", or why it was refused.
         observers: observe every token, and may end it.
+        counts: of its steps.
+        steps: what happened in them, where the request wants it.
     """
 
     request: Request
@@ -32,6 +35,8 @@ class Text:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str | None = None
     observers: list[Observer] = field(default_factory=list)
+    counts: AcceptedCounts = field(default_factory=AcceptedCounts)
+    steps: list[StepRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.request.stop_strings is not None:
@@ -43,6 +48,13 @@ class Text:
     def tokens(self) -> list[int]:
         """Prompt and new tokens."""
         return self.request.prompt + self.new
+
+    def record(self, result: StepResult, row: int, committed: int, seconds: Mapping[str, float]) -> None:
+        """Record a step in which the text's row has committed so many nodes, 0 if it was inactive."""
+        if committed:
+            self.counts.add(committed - 1)
+            if self.request.return_steps:
+                self.steps.append(step_record(result, row, committed, seconds))
 
     def append(self, tokens: list[int], logits: Tensor | None, logprobs: list[list[float]] | None) -> bool:
         """Append the tokens of a step, cut where an observer ends the text; a text that has ended takes none.
@@ -116,7 +128,7 @@ class Sequences:
         return Wanted(
             logits=any(observer.needs_logits for sequence in running for observer in sequence.observers),
             top_logprobs=max((count for count in counts if count is not None), default=None),
-            trees=any(sequence.request.needs_trees for sequence in running),
+            trees=any(sequence.request.return_steps for sequence in running),
         )
 
     def add(self, request: Request) -> Text:

@@ -6,8 +6,10 @@ import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from stree.budget.policy import BudgetPolicy
-from stree.checks import check_object, check_sizes
+from stree.checks import check_flags, check_object, check_sizes
 from stree.decode.claims import is_own
 from stree.decode.request import Batch
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter, check_vocabulary, load
@@ -54,11 +56,12 @@ class Settings:
         self.growth, budget = sized_growth(growth, budget)
         if growth is not None:
             check_object("growth", self.growth, "bind", "stree.growth.Chain(4)")
+        check_flags(overlap=overlap, allow_lossy=allow_lossy)
         if cancelled is not None:
             check_object("cancelled", cancelled, "__call__", "a function of a prompt's place")
         if isinstance(budget, str) and budget != "auto":
             raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
-        check_sizes(budget=None if budget == "auto" else budget)
+        check_sizes(budget=None if isinstance(budget, str) else budget)
         self.rule = verifier_of(verifier)
         self.lm, self.cancelled, self.policy, self._overlaps = lm, cancelled, policy, overlap
         self.budget = budget if budget is None or isinstance(budget, str) else operator.index(budget)
@@ -76,6 +79,8 @@ class Settings:
             ValueError, RuntimeError: as the class.
         """
         lm = self.lm
+        if torch.get_default_device().type == "meta":
+            raise ValueError("torch's default device must hold numbers, got meta; see torch.set_default_device")
         for model in self.drafter.models:
             check_vocabulary(model, lm.vocab_size)
             if model.device != lm.device:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from stree.decode.logprobs import TokenLogprob
+from stree.decode.step_records import AcceptedCounts, StepRecord
 from stree.decode.step_result import StepResult
 
 __all__ = ["PARTS", "Generation", "Statistics"]
@@ -22,13 +23,18 @@ class Generation:
 
     Attributes:
         sequences: prompt and new tokens of each input, in input order; a stop token is kept.
-        stats: JSON-able; seconds by part, steps, tau, draft calls, acceptance by depth, finish reasons.
+        stats: JSON-able; seconds by part, steps, tau, draft calls, acceptance by depth, finish reasons; under "rows"
+            steps, tau and acceptance by depth of each sequence.
         logprobs: for each sequence the log probabilities of its new tokens; None where none asked for them.
+        new_tokens: of each sequence, without its prompt.
+        steps: for each sequence what happened in its steps; None where that was not asked for.
     """
 
     sequences: list[list[int]]
     stats: dict[str, Any]
     logprobs: list[list[TokenLogprob]] | None = None
+    new_tokens: list[list[int]] = field(default_factory=list)
+    steps: list[list[StepRecord]] | None = None
 
 
 @dataclass(slots=True)
@@ -43,25 +49,20 @@ class Statistics:
     draft_calls: int = 0
     reused_drafts: int = 0  # drafted while the target verified
     nodes: int = 0
-    row_steps: int = 0
-    row_tokens: int = 0
     drafted_row_steps: int = 0  # row steps for which a draft model ran or more than the root was verified
-    accepted: list[int] = field(default_factory=list)  # row steps that accepted exactly i drafted nodes
+    counts: AcceptedCounts = field(default_factory=AcceptedCounts)  # of the steps of all rows
 
-    def record(self, step: StepResult, committed: Sequence[int], seconds: Sequence[tuple[str, float]]) -> None:
+    def record(self, step: StepResult, committed: Sequence[int], seconds: Mapping[str, float]) -> None:
         """Count a step: nodes committed by each sequence, 0 for an inactive one, and seconds by part."""
         self.steps += 1
         self.draft_calls += step.num_calls
         self.reused_drafts += step.is_reused
         self.nodes += step.num_nodes
-        for part, time in seconds:
+        for part, time in seconds.items():
             self.parts[part] += time
         for count in filter(None, committed):
-            self.row_steps += 1
-            self.row_tokens += count
             self.drafted_row_steps += step.num_calls > 0 or step.num_nodes > 1
-            self.accepted += [0] * (count - len(self.accepted))
-            self.accepted[count - 1] += 1
+            self.counts.add(count - 1)
 
     def unfit_drafter(self, hidden_layers: Sequence[int] | None) -> str | None:
         """Describe a drafter of which nothing is accepted, or a draft head of which hardly anything is; else None.
@@ -72,27 +73,26 @@ class Statistics:
             hidden_layers: what a draft head reads of the target.
         """
         most = 1.0 if hidden_layers is None else UNTRAINED_TAU
-        if self.drafted_row_steps < MANY_STEPS or self.row_tokens > most * self.row_steps:
+        if self.drafted_row_steps < MANY_STEPS or self.counts.tau > most:
             return None
         if hidden_layers is None:
             return f"no drafted token was accepted in {self.steps} steps: the drafter does not fit"
         return (
-            f"{self.row_tokens / self.row_steps:.2f} tokens a step in {self.steps} steps, as with an untrained draft "
+            f"{self.counts.tau:.2f} tokens a step in {self.steps} steps, as with an untrained draft "
             "head: was it made for this target, and does it read the hidden states of layers "
             f"{[*hidden_layers]} (-1 is after the final norm)?"
         )
 
     def report(self, num_new_tokens: int) -> dict[str, Any]:
         """Rates and times, JSON-able."""
-        reached = [sum(self.accepted[depth:]) for depth in range(len(self.accepted))]
         return {
             "steps": self.steps,
-            "sequence_steps": self.row_steps,
-            "tau": self.row_tokens / self.row_steps if self.row_steps else 0.0,
+            "sequence_steps": self.counts.steps,
+            "tau": self.counts.tau,
             "draft_calls": self.draft_calls,
             "reused_drafts": self.reused_drafts,
             "nodes_per_step": self.nodes / max(self.steps, 1),
-            "acceptance_by_depth": [now / before for before, now in zip(reached, reached[1:], strict=False)],
+            "acceptance_by_depth": self.counts.acceptance_by_depth,
             "tokens_per_s": num_new_tokens / max(self.total_s, 1e-9),
             "total_s": self.total_s,
             "prefill_s": self.prefill_s,

@@ -21,6 +21,7 @@ from stree.decode.cuda_graphs import Graphs
 from stree.decode.logits_processors import NodeProcessor, TreeProcessing
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Request
+from stree.decode.step_records import path_probs
 from stree.decode.step_result import LaunchedStep, StepResult, Wanted
 from stree.decode.timing import StepTimer
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
@@ -50,6 +51,7 @@ class DecodeStep:
         max_length: most tokens of a text.
         most_stops: most stop tokens of a sequence.
         processor: of the logits of target and draft model, or None; it learns which request each row holds.
+        keeps_probs: whether the probabilities of the accepted paths are computed.
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.
@@ -67,7 +69,7 @@ class DecodeStep:
 
     def __init__(
         self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str | Verifier, max_length: int,
-        most_stops: int = 0, processor: NodeProcessor | None = None,
+        most_stops: int = 0, processor: NodeProcessor | None = None, keeps_probs: bool = False,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
         self._processing = TreeProcessing(processor)
@@ -75,7 +77,7 @@ class DecodeStep:
         self.seen = Seen.of(self.texts)
         self._seeds = torch.zeros_like(self.texts.lengths)
         self.rng = Random(self._seeds, self._seeds.clone(), self.seen.lengths)
-        self._is_filled, self._is_debug = False, debug.checks_memory()
+        self._is_filled, self._is_debug, self._keeps_probs = False, debug.checks_memory(), keeps_probs
         self.hidden_layers: Sequence[int] | None = None  # that the drafter reads
         self._growth: tuple[Growth | None, Growth | None] = None, None  # the last one, and bound to the sampling
 
@@ -117,8 +119,7 @@ class DecodeStep:
         timer.lap("accept_s")
         # A text that ends within the path is committed up to its last token, which is pending.
         lengths = acceptance.path_lengths.minimum(report[:, -3].int())
-        if not self.sampling.is_greedy:
-            self._processing.refuse_path_ends(logits, acceptance.path, lengths)
+        self._processing.refuse_path_ends(logits, acceptance.path, lengths)
         self.lm.commit(self.state, acceptance.path, lengths)
         timer.lap("commit_s")
         on_path = raw_on_path = None
@@ -127,8 +128,10 @@ class DecodeStep:
             on_path = raw_on_path = logits.take_along_dim(path, 1)
             if raw is not logits:
                 raw_on_path = raw.take_along_dim(path, 1)
-        kept = logits if self._is_debug else None
-        return LaunchedStep(draft, acceptance, on_path, raw_on_path, report, timer, logits=kept)
+        kept, probs = logits if self._is_debug else None, None
+        if self._keeps_probs:
+            probs = path_probs(draft, acceptance, logits, report[:, :-3], self.sampling, self.verifier)
+        return LaunchedStep(draft, acceptance, on_path, raw_on_path, report, timer, logits=kept, path_probs=probs)
 
     def _rng_at_ends(self) -> Random:
         """Return the random numbers at the ends of the texts, which are copied: ``emit`` advances them in place."""
@@ -263,8 +266,7 @@ class DecodeStep:
         """
         sampling, rng = self.sampling.select(rows), self._rng_at_ends().select(rows)
         logits = self._processing.first(self.texts, rows, logits)
-        if not self.sampling.is_greedy:
-            self._processing.refuse_ends(logits, rows)
+        self._processing.refuse_ends(logits, rows)
         if not bool(sampling.has_distribution(logits).all()):
             kind = "NaN" if bool(logits.isnan().any()) else "infinite"
             raise ValueError(f"the target's logits are {kind} after the prompt")

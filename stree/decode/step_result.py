@@ -44,11 +44,15 @@ class StepTrees:
         tokens: int64[batch, n].
         parents: int32[batch, n].
         path: int32[batch, m], accepted nodes.
+        probs: float[batch, m, 2], see ``path_probs``, or None where the step does not compute them.
+        values: float[batch, n], estimated by the drafter, or None.
     """
 
     tokens: Tensor
     parents: Tensor
     path: Tensor
+    probs: Tensor | None
+    values: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,6 +114,7 @@ class LaunchedStep:
         timer: times of its parts.
         is_steady: as in ``StepResult``.
         logits: float[batch, n, vocab], of the tree's nodes, where memory is checked; else None.
+        path_probs: float[batch, m, 2], see the function of that name, or None.
     """
 
     draft: Draft
@@ -120,6 +125,7 @@ class LaunchedStep:
     timer: StepTimer
     is_steady: bool = True
     logits: Tensor | None = None
+    path_probs: Tensor | None = None
 
     def to_host(self, wanted: Wanted) -> StepResult:
         """Start to copy the report to the host, and what else is wanted, before the next step overwrites it."""
@@ -130,7 +136,9 @@ class LaunchedStep:
             logprobs = to_host(values)
         trees = None
         if wanted.trees:
-            trees = StepTrees(to_host(tree.tokens), to_host(tree.parents), to_host(self.acceptance.path))
+            estimates = (None if part is None else to_host(part) for part in (self.path_probs, self.draft.values))
+            path = to_host(self.acceptance.path)
+            trees = StepTrees(to_host(tree.tokens), to_host(tree.parents), path, *estimates)
         report = to_host(self.report)
         return StepResult(
             report, self.timer, tree.tokens.shape[1], self.draft.num_calls, self.draft.is_reused, self.is_steady,

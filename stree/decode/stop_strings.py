@@ -8,7 +8,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["NewText", "StopSearch", "StopStringMatch", "StopStrings", "TokenBytes", "TokenPiece", "new_text_stops"]
+__all__ = [
+    "NewText",
+    "StopSearch",
+    "StopStringMatch",
+    "StopStrings",
+    "TokenBytes",
+    "TokenPiece",
+    "new_text_stops",
+    "string_list",
+]
 
 PREFIX = "abcdef"  # before a token while its own characters are asked for: tokenizers strip leading spaces
 UNFINISHED = "\ufffd"  # what decoding writes for part of a character
@@ -211,9 +220,21 @@ class StopStrings:
         return StopStringMatch(self, prompt)
 
 
+def string_list(name: str, strings: Any) -> list[str]:
+    """List one string, or several.
+
+    Raises:
+        TypeError: something else.
+    """
+    listed = [strings] if isinstance(strings, str) else strings
+    if not isinstance(listed, (list, tuple, set, frozenset)) or not all(isinstance(one, str) for one in listed):
+        raise TypeError(f"{name} must be strings, got {strings!r:.80}")
+    return [*listed]
+
+
 def new_text_stops(tokenizer: Any, strings: str | Iterable[str] | None) -> StopStrings | None:
     """Return stop strings that are looked for in what new tokens add, or None for none."""
-    listed = [strings] if isinstance(strings, str) else [*(strings or ())]
+    listed = [] if strings is None else string_list("stop_strings", strings)
     return StopStrings(tokenizer, listed, in_new_text=True) if listed else None
 
 

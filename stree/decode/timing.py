@@ -41,14 +41,18 @@ class StepTimer:
         self._spans += other._spans
         self._last = other._last
 
-    def seconds(self) -> list[tuple[str, float]]:
-        """Parts and their times in seconds; on a device, of a step that has ended."""
-        times = [(shares, elapsed(begin, end)) for shares, begin, end in self._spans]
-        return [(part, share * whole) for shares, whole in times for part, share in shares]
+    def seconds(self) -> dict[str, float]:
+        """Sum the seconds of each part; on a device, of a step that has ended."""
+        seconds: dict[str, float] = {}
+        for shares, begin, end in self._spans:
+            whole = elapsed(begin, end)
+            for part, share in shares:
+                seconds[part] = seconds.get(part, 0.0) + share * whole
+        return seconds
 
     def shares(self) -> Shares:
         """Parts and their shares of the whole time, once the device has ended the step."""
         wait_for(self._device)
         parts = self.seconds()
-        whole = max(sum(time_s for _, time_s in parts), 1e-12)
-        return [(part, time_s / whole) for part, time_s in parts]
+        whole = max(sum(parts.values()), 1e-12)
+        return [(part, time_s / whole) for part, time_s in parts.items()]

@@ -50,7 +50,8 @@ def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) ->
     budget, sizes = _tree_sizes(drafter, growth, settings.budget, rows)
     _check_nodes(lm, drafter, sizes[-1])
     if sizes[-1] > MANY_NODES:
-        logger.warning("a step of %d nodes costs more than it emits; 16 to 64 are usual", sizes[-1])
+        what = "a step of %d nodes costs more than it emits, on a CPU by the square of the nodes; 16 to 64 are usual"
+        logger.warning(what, sizes[-1])
     if settings.verifier == "block":
         _check_block(drafter, growth, sizes[-1])
     if settings.policy is not None:

@@ -230,8 +230,8 @@ def _sized(settings: Settings, target: TreeLM) -> Settings:
 
 def _special_tokens(target: TreeLM, tokenizer: Any) -> tuple[int | None, dict[str, Any]]:
     """Find the token that separates documents, and the special tokens of the drafter's config."""
-    config, stop = target.model.config.get_text_config(), target.model.generation_config.eos_token_id
-    stop = config.eos_token_id if stop is None else stop
+    config = target.model.config.get_text_config()
+    stop = target.model.generation_config.eos_token_id if target.eos_token_ids else config.eos_token_id
     known = [tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])]
     separator = next((token for token in known if token is not None and token < target.vocab_size), None)
     ids = {name: getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stree.checks import check_sizes
+from stree.checks import check_sizes, integers
 from stree.growth.acceptance_model import AcceptanceModel, DraftProbability, PathProbability, Slots, spent_before
 from stree.growth.base import BaseGrowth
 from stree.growth.plan import Layer, Plan
@@ -39,7 +38,7 @@ class RSDC(BaseGrowth):
     widths: Sequence[int]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "widths", tuple(map(operator.index, self.widths)))
+        object.__setattr__(self, "widths", integers("widths", self.widths))
         if not self.widths or min(self.widths) < 1:
             raise ValueError(f"{type(self).__name__} needs widths of at least 1, got {list(self.widths)}")
 

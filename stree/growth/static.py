@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from stree.checks import integers
 from stree.growth.base import BaseGrowth
 from stree.growth.plan import Layer, Plan
 
@@ -31,7 +32,7 @@ class Static(BaseGrowth):
     shape: Sequence[int]
 
     def __post_init__(self) -> None:
-        shape = tuple(map(operator.index, self.shape))
+        shape = integers("shape", self.shape)
         object.__setattr__(self, "shape", shape)
         if not shape:
             raise ValueError("Static needs widths or parents, got an empty list")

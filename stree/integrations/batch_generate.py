@@ -10,13 +10,13 @@ from typing import Any
 
 from stree.decode.failures import GenerationError
 from stree.decode.stop_strings import TokenBytes, new_text_stops
+from stree.decode.text import text_of
 from stree.drafters import Drafter
 from stree.generation import Generation, generate
 from stree.inputs import stop_tokens
 from stree.models.tree_lm import TreeLM
 from stree.request_fields import sampling_of
 from stree.sampling import Sampling
-from stree.serving.text import text_of
 
 __all__ = ["RowGenerator"]
 
@@ -125,7 +125,6 @@ class RowGenerator:
             stop_strings=[new_text_stops(self._token_bytes, own) for own in stops],
             max_batch=self.max_batch, **self._endings, **self.options,
         )  # fmt: skip
-        new = [text[len(prompt) :] for text, prompt in zip(out.sequences, prompts, strict=True)]
         return [
             {
                 "text": text_of(self._token_bytes, prompt, tokens, own),
@@ -134,7 +133,9 @@ class RowGenerator:
                 "num_new_tokens": len(tokens),
                 "reason": None,
             }
-            for prompt, tokens, own, reason in zip(prompts, new, stops, out.stats["finish_reasons"], strict=True)
+            for prompt, tokens, own, reason in zip(
+                prompts, out.new_tokens, stops, out.stats["finish_reasons"], strict=True
+            )
         ]
 
     @cached_property

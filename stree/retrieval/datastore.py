@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import mmap
+import operator
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -54,12 +56,18 @@ class Datastore:
             max_tokens: largest store; it takes 8 bytes per token in the file and about 60 while building.
 
         Raises:
+            TypeError: something else than lists of integers, or a number that is none.
             ValueError: no tokens, more than ``max_tokens``, or one outside the vocabulary.
         """
+        vocab_size, max_tokens = _integer("vocab_size", vocab_size), _integer("max_tokens", max_tokens)
+        if not 0 < vocab_size < 1 << 8 * TOKEN_BYTES:
+            raise ValueError(f"vocab_size must be in [1, 2**32), got {vocab_size}")
+        if not hasattr(documents, "__iter__") or getattr(documents, "ndim", 1) == 0:
+            raise TypeError(f"documents must be token lists, got {documents!r:.80}")
         parts: list[np.ndarray] = []
         size = 0
         for number, document in enumerate(documents):
-            part = np.asarray(document, dtype=np.int64)
+            part = _tokens(number, document)
             if part.size and not 0 <= part.min() <= part.max() < vocab_size:
                 bad = int(part.min() if part.min() < 0 else part.max())
                 raise ValueError(f"document {number} has token {bad}, outside the vocabulary of {vocab_size}")
@@ -89,7 +97,10 @@ class Datastore:
 
         Raises:
             ValueError: the file is missing, truncated, damaged, or not a datastore of this format.
+            TypeError: no path.
         """
+        if not isinstance(path, (str, Path)):
+            raise TypeError(f"path must be a path of a datastore, got {path!r:.80}")
         try:
             with safe_open(path, framework="numpy") as file:
                 metadata = file.metadata() or {}
@@ -135,6 +146,29 @@ class Datastore:
         key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=np.int64)
         store = numba_datastore.Store(self._text, self._order, self.vocab_size, LONGEST_CONTINUATION)
         return int(numba_datastore.draft_from_datastore(store, key, min_match, MOST_OCCURRENCES, nodes))
+
+
+def _integer(name: str, value: Any) -> int:
+    """Return Python's own integer."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r:.80}") from None
+
+
+def _tokens(number: int, document: Any) -> np.ndarray:
+    """Return int64[length] tokens of a document.
+
+    Raises:
+        TypeError: something else than a list of integers.
+    """
+    try:
+        part = np.asarray(document)
+        if part.ndim == 1 and (not part.size or part.dtype.kind in "iu"):
+            return part.astype(np.int64)
+    except (TypeError, ValueError):  # rows of different lengths
+        pass
+    raise TypeError(f"document {number} must be a list of token ids, integers, got {document!r:.80}")
 
 
 def _checksum(text: np.ndarray, order: np.ndarray) -> str:

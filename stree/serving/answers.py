@@ -9,9 +9,9 @@ from typing import Any
 
 from stree.decode.logprobs import TokenLogprob
 from stree.decode.stop_strings import TokenBytes
+from stree.decode.text import IncrementalText, TextToken
 from stree.serving.errors import APIError
 from stree.serving.handle import RequestHandle
-from stree.serving.text import IncrementalText, TextToken
 
 __all__ = ["Choice", "Piece", "chat_logprobs", "completion_logprobs", "merged", "token_name", "usage"]
 

@@ -80,7 +80,7 @@ class Engine:
         self._drafter = self._settings.drafter
         self._batch = RunningBatch(self._settings, max_batch, max_length, self._is_cancelled, self._record)
         extent = self._batch.extent
-        self._chunk = prefill_chunk or default_chunk(lm, self._drafter, extent)
+        self._chunk = int(prefill_chunk or default_chunk(lm, self._drafter, extent))
         check_memory(lm, self._drafter, replace(extent, prompt_length=min(extent.prompt_length, self._chunk)))
         self._cache, self._before_step = PrefixCache(cache_bytes), before_step or (lambda: None)
         self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
@@ -123,7 +123,7 @@ class Engine:
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
-            streamer=handle, needs_trees=trees,
+            streamer=handle, return_steps=trees,
         ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
         self._settings.check_request(request.sampling)
         if len(request.stop_token_ids) > MOST_STOPS:
@@ -266,7 +266,7 @@ class Engine:
         with self._changed:
             handles = [self._handles.pop(sequence.request) for sequence in ended]
             for sequence, handle in zip(ended, handles, strict=True):
-                counts = len(sequence.new), handle.num_steps, handle.drafted, handle.accepted
+                counts = len(sequence.new), sequence.counts.steps, handle.drafted, handle.accepted
                 for name, count in zip(("new_tokens", "steps", "drafted", "accepted"), counts, strict=True):
                     self._totals[name] += count
         for sequence, handle in zip(ended, handles, strict=True):
@@ -295,6 +295,6 @@ class Engine:
 
     def _record(self, result: StepResult, texts: list[Text], committed: list[int]) -> None:
         """Note a step that was read in the handles of its rows."""
-        for row, (text, count) in enumerate(zip(texts, committed, strict=True)):
+        for text, count in zip(texts, committed, strict=True):
             if count and (handle := self._handles.get(text.request)) is not None:
-                handle.record(result, row, count)
+                handle.record(result.num_nodes - 1, count - 1)

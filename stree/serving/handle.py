@@ -16,28 +16,13 @@ from stree.decode.logprobs import TokenLogprob
 from stree.decode.request import Request
 from stree.decode.sequences import Text
 from stree.decode.stats import Generation
-from stree.decode.step_result import StepResult
+from stree.decode.step_records import AcceptedCounts, StepRecord
 
-__all__ = ["EmittedStep", "QueueFull", "RequestHandle", "StepTree"]
+__all__ = ["EmittedStep", "QueueFull", "RequestHandle"]
 
 
 class QueueFull(RuntimeError):
     """As many requests wait as ``max_queue`` allows."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTree:
-    """The token tree that a step has verified.
-
-    Attributes:
-        tokens: of its nodes, in topological order, the root first.
-        parents: of its nodes; -1 for the root, and for padding behind it.
-        path: the accepted nodes, the root first.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    path: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +32,12 @@ class EmittedStep:
     Attributes:
         tokens: at least one; the first step of a request has the token after its prompt.
         logprobs: of the tokens, where the request wants them, as in ``generate``.
-        tree: of the step, where the request wants trees; None for the first one.
+        tree: of the step, without probabilities, where the request wants trees; None for the first one.
     """
 
     tokens: list[int]
     logprobs: list[TokenLogprob] | None
-    tree: StepTree | None
+    tree: StepRecord | None
 
 
 class RequestHandle:
@@ -68,10 +53,9 @@ class RequestHandle:
         self.finish_reason: str | None = None
         self.sequence: Text | None = None  # what follows belongs to the engine's thread
         self.is_cancelled = False
-        self.num_cached = self.cache_epoch = self.drafted = self.accepted = self.num_steps = 0
+        self.num_cached = self.cache_epoch = self.drafted = self.accepted = self._num_accepted = 0
         self._request: Request | None = None
         self._steps: list[EmittedStep] = []
-        self._tree: StepTree | None = None
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -148,6 +132,11 @@ class RequestHandle:
         return [token for step in self._steps for token in step.tokens]
 
     @property
+    def counts(self) -> AcceptedCounts:
+        """Its steps so far, by the drafted nodes that they accepted."""
+        return AcceptedCounts() if self.sequence is None else self.sequence.counts
+
+    @property
     def stats(self) -> dict[str, Any]:
         """Counts and seconds, JSON-able; seconds of what has not happened yet are None."""
         submitted = self._times["submitted"]
@@ -155,7 +144,7 @@ class RequestHandle:
             name: self._times[event] - submitted if event in self._times else None
             for name, event in (("queue_s", "started"), ("first_token_s", "first"), ("total_s", "ended"))
         }
-        counts = {"steps": self.num_steps, "drafted": self.drafted, "accepted": self.accepted}
+        counts = {**self.counts.report(), "drafted": self.drafted, "accepted": self.accepted}
         return {
             "num_prompt_tokens": len(self.prompt), "num_cached_tokens": self.num_cached,
             "num_new_tokens": len(self.tokens), **counts, **seconds,
@@ -171,15 +160,10 @@ class RequestHandle:
         """Note the time of an event, once."""
         self._times.setdefault(event, time.perf_counter())
 
-    def record(self, result: StepResult, row: int, committed: int) -> None:
-        """Note the tree of a step whose tokens come next."""
-        self.num_steps += 1
-        self.drafted += result.num_nodes - 1
-        self.accepted += max(committed - 1, 0)
-        trees = result.trees
-        if self._request is not None and self._request.needs_trees and trees is not None:
-            path = trees.path[row, :committed].tolist()
-            self._tree = StepTree(trees.tokens[row].tolist(), trees.parents[row].tolist(), path)
+    def record(self, num_drafted: int, num_accepted: int) -> None:
+        """Note a step whose tokens come next."""
+        self.drafted += num_drafted
+        self._num_accepted = num_accepted
 
     def put(self, value: Tensor) -> None:
         """Take the prompt first, which is known, and then the tokens of every step."""
@@ -188,9 +172,9 @@ class RequestHandle:
             return
         self.note("first")
         tokens = value.tolist()
+        self.accepted += min(self._num_accepted, len(tokens))  # what is behind the text's end is not counted
         logprobs = self.sequence.logprobs[-len(tokens) :] if self.sequence.request.logprobs is not None else None
-        self._notify(EmittedStep(tokens, logprobs, self._tree))
-        self._tree = None
+        self._notify(EmittedStep(tokens, logprobs, self.sequence.steps[-1] if self.sequence.steps else None))
 
     def end(self) -> None:
         """Do nothing: the engine calls ``finish`` when it has counted the request."""
@@ -221,6 +205,7 @@ class RequestHandle:
         logprobs = None
         if self._request.logprobs is not None:
             logprobs = [[one for step in self._steps for one in step.logprobs or ()]]
-        return Generation(
-            [self._request.prompt + self.tokens], {**self.stats, "finish_reasons": [self.finish_reason]}, logprobs
-        )
+        stats, steps = {**self.stats, "finish_reasons": [self.finish_reason]}, None
+        if self.sequence is not None and self._request.return_steps:
+            steps = [[*self.sequence.steps]]
+        return Generation([self._request.prompt + self.tokens], stats, logprobs, [self.tokens], steps)

@@ -13,6 +13,7 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 
 from stree.decode.stop_strings import TokenBytes
+from stree.decode.text import IncrementalText
 from stree.inputs import stop_tokens
 from stree.serving.answers import Choice, Piece, chat_logprobs, completion_logprobs, merged, usage
 from stree.serving.encoding import PromptEncoder
@@ -21,7 +22,6 @@ from stree.serving.errors import APIError, error_event
 from stree.serving.handle import QueueFull, RequestHandle
 from stree.serving.metrics import Metrics
 from stree.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from stree.serving.text import IncrementalText
 
 __all__ = ["OpenAIAPI", "event"]
 

@@ -12,12 +12,12 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, StreamingResponse
 
+from stree.decode.step_records import StepRecord
 from stree.decode.stop_strings import TokenBytes
 from stree.drafters import NoDrafter
 from stree.generation import generate
 from stree.serving.answers import Choice, token_name
 from stree.serving.engine import Engine
-from stree.serving.handle import StepTree
 from stree.serving.openai_api import OpenAIAPI, event
 from stree.serving.protocol import DemoRequest
 
@@ -67,11 +67,10 @@ async def _events(
         handle.cancel()
 
 
-def _named(tree: StepTree, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Give the nodes their text, and leave padding out."""
-    size = sum(parent >= 0 for parent in tree.parents) + 1
-    names = [token_name(token_bytes, token) for token in tree.tokens[:size]]
-    return {"tokens": names, "parents": tree.parents[:size], "path": tree.path}
+def _named(tree: StepRecord, token_bytes: TokenBytes) -> dict[str, Any]:
+    """Give the nodes their text."""
+    names = [token_name(token_bytes, token) for token in tree.tokens]
+    return {"tokens": names, "parents": tree.parents, "path": tree.path}
 
 
 def _plain_speed(engine: Engine, prompt: list[int]) -> float:

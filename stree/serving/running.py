@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from stree.budget.policy import BudgetPolicy
+from stree.checks import check_counts
 from stree.decode.loop import DecodeLoop
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, Request
@@ -51,14 +52,15 @@ class RunningBatch:
         on_step: Callable[[StepResult, list[Text], list[int]], None],
     ) -> None:  # fmt: skip
         self._settings, self._lm, self._drafter = settings, settings.lm, settings.drafter
-        self._max_batch, self._max_length = max_batch, max_length
+        check_counts(max_batch=max_batch, max_length=max_length)
+        self._max_batch, self._max_length = int(max_batch), int(max_length)
         self._is_cancelled, self._on_step = is_cancelled, on_step
         self._step_cache = step_cache_of(self._lm) if settings.runs_on_device else None
         self._layout: list[Hashable] = []  # of the models, and writes to the target's weights, at the last request
         self._writes: Hashable = None
         self._policies: dict[tuple[int, bool], BudgetPolicy] = {}
         self._loop: DecodeLoop | None = None
-        extent = self._new_loop(max_batch).extent(self._policy(max_batch, is_greedy=False))
+        extent = self._new_loop(self._max_batch).extent(self._policy(self._max_batch, is_greedy=False))
         self.extent = replace(extent, prompts=1)
 
     @property

@@ -9,6 +9,8 @@ import pytest
 from helpers.tiny_models import tiny_model
 from helpers.tiny_pairs import tiny_pair
 
+from stree.bench.execute import Case, execute, figures
+from stree.bench.methods import parse_methods
 from stree.bench.peers import PeerRun, run_assistant, run_lookup, run_transformers
 
 
@@ -29,10 +31,23 @@ def test_assisted_modes_of_transformers_generate_its_text(mode: Callable[..., Pe
     prompt = [5, 6, 7, 8] * 3
     wanted = run_transformers(pair, [prompt], 24, 0.0, 0)
     found = mode(pair, [prompt], 24, 0.0, 0, drafted=4)
-    assert found.tokens == wanted.tokens and wanted.forwards is None
-    assert found.forwards is not None and found.forwards <= 24
+    assert found.tokens == wanted.tokens and wanted.accepted is None
+    assert found.accepted is not None and max(found.accepted) <= 4
     if mode is run_assistant:
-        assert found.forwards == 5  # of 5 tokens each, the last of 4
+        assert found.accepted == [4] * 4, "the pass of the prompt is not counted, the last one before it is cut"
+
+
+@pytest.mark.parametrize("new_tokens", [21, 24, 26])
+def test_tau_is_the_same_for_ours_and_transformers_wherever_a_text_is_cut(new_tokens: int) -> None:
+    pair = tiny_pair("llama")
+    pair.drafter, pair.plain_drafter = pair.target, tiny_model("llama", pair.target.dtype)
+    case = Case(((5, 6, 7, 8) * 3,), new_tokens, 0.0)
+    runs = [execute(pair, method, case) for method in parse_methods("chain:4,transformers-assistant:4,transformers")]
+    assert runs[0].tokens == runs[1].tokens == runs[2].tokens and len(runs[1].tokens[0]) == new_tokens
+    found = [figures(run) for run in runs]
+    assert [one["tau"] for one in found] == [5.0, 5.0, 1.0]
+    assert [one["acceptance_by_depth"] for one in found] == [[1.0] * 4, [1.0] * 4, []]
+    assert [one["rows"][0]["tau"] for one in found] == [5.0, 5.0, 1.0]
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def test_pooled_rows_are_over_the_prompts_of_all_suites() -> None:
 def test_two_methods_are_compared_over_the_prompts_of_all_suites() -> None:
     (row,) = compare(records(), "chain:3", "chain:1")
     assert row["temperature"] == 0.0 and row["speed"][0] == pytest.approx(32 / 32)
-    assert row["tokens_per_step"] == (pytest.approx(20 / 15), None, None)
+    assert row["tau"] == (pytest.approx(20 / 15), None, None)
     with pytest.raises(ValueError, match="the run has plain, chain:1, chain:3; got chain:2"):
         compare(records(), "chain:2", "plain")
     wrong = records()

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from stree.bench.report import HEADINGS, load_runs, markdown, write_page
-from stree.bench.summary import interval, summarise, verdict_text
+from stree.bench.report import HEADINGS, cells, load_runs, markdown, write_page
+from stree.bench.summary import interval, pool, summarise, verdict_text
 from stree.cli import main
 
 RUN = Path(__file__).resolve().parent / "data_run"
@@ -148,13 +148,29 @@ def test_the_page_and_the_table_show_every_method(rows: Rows, tmp_path: Path) ->
         assert text.replace("'", "&#39;") in page, text
 
 
+def test_tau_has_an_interval_and_is_not_shown_where_it_was_counted_otherwise(records: list[dict[str, Any]]) -> None:
+    def pooled(method: str) -> dict[str, Any]:
+        return next(row for row in pool(records, summarise(records)) if row["method"] == method)
+
+    assert re.fullmatch(r"\d\.\d\d \[\d\.\d\d, \d\.\d\d\]", cells(pooled("dyspec:5"))["tau"])
+    before = pooled("suffix")["tau"]
+    for record in records:
+        if record["provider"] == "suffix":  # as if transformers had drafted, and the record did not say how it counts
+            record["params"] = {**record["params"], "drafter": "transformers-lookup"}
+    row = pooled("suffix")
+    assert row["tau"] is None and cells(row)["tau"] == "-" and cells(row)["over_plain"] != "-"
+    for record in records:
+        record["rows"] = []
+    assert pooled("suffix")["tau"] == before
+
+
 def test_ratios_of_two_methods_are_over_the_prompts_of_all_suites(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "report", str(RUN), "--ratios", "suffix/plain", "plain/plain"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[:3] for line in lines[2:]] == [
         ["| suffix", "plain", "0"], ["| suffix", "plain", "0.8"], ["| plain", "plain", "0"], ["| plain", "plain", "0.8"]
     ]  # fmt: skip
-    assert lines[0] == "| method | over | T | speed | tokens a step |" and lines[-1].endswith("| 1.00 | 1.00 |")
+    assert lines[0] == "| method | over | T | speed [95%] | tau [95%] |" and lines[-1].endswith("| 1.00 | 1.00 |")
     assert main(["bench", "report", str(RUN), "--ratios", "suffix/other"]) == 2
     assert "got other" in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ import pytest
 from helpers.tiny_pairs import tiny_pair
 
 from stree.bench.directory import RunDirectory
-from stree.bench.execute import Case, Run
+from stree.bench.execute import COUNTS, Case, Run
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.plan import Settings, Suite, read_suites
@@ -35,7 +35,7 @@ def made_up(pair: Pair, method: Method, case: Case) -> Run:
     for prompt in case.prompts:
         rng = random.Random(repr((method.name, method.budget, prompt, case.temperature, case.seed)))
         rows.append([rng.randrange(1, 90) for _ in range(case.new_tokens)])
-    return Run(rows, 1.0, None, {"steps": 4, "tau": 1.0, "nodes_per_step": 1.0, "draft_calls": 0})
+    return Run(rows, 1.0, None, {**dict.fromkeys(COUNTS, 4), "nodes_per_step": 1.0})
 
 
 @pytest.fixture

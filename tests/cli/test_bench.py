@@ -41,7 +41,7 @@ def test_a_run_writes_records_and_a_page_and_reports_what_it_measured(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    assert bench(folder, run, "--json") == 0
+    assert bench(folder, run, "--json", "--steps") == 0
     assert {path.name for path in run.iterdir()} == {"run.json", "results.jsonl", "report.html"}
     out = capsys.readouterr().out
     assert "identical (greedy)" in out
@@ -54,6 +54,9 @@ def test_a_run_writes_records_and_a_page_and_reports_what_it_measured(
     assert len(timed) == 2 * 2 and all(record["lossless"] for record in timed)
     names = ("p50", "ttft_s", "tau", "steps", "verify_s")
     assert all(record[name] > 0 for record in timed for name in names)
+    for record in timed:
+        (steps,), (row,) = record["step_records"], record["rows"]
+        assert row["tau"] == record["tau"] == sum(len(step["path"]) for step in steps) / len(steps)
     assert main(["bench", "report", str(run), "--markdown"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 4 and table[0].startswith("| suite")

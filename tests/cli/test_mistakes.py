@@ -67,6 +67,8 @@ MISTAKES: dict[str, dict[str, str]] = {
         "--drafter mtp --drafter-vocab nowhere": "nowhere",
         "--tokenizer nowhere": "no tokenizer that transformers can read at 'nowhere'",
         "--tokenizer empty": "no tokenizer that transformers can read at 'empty'",
+        "--tokenizer odd": "no tokenizer that transformers can read at 'odd'",
+        "--tokenizer word": "no tokenizer that transformers can read at 'word'",
         "--chat": "the target's tokenizer has no chat template; leave --chat out",
     },
     "generate": {
@@ -78,11 +80,19 @@ MISTAKES: dict[str, dict[str, str]] = {
         "x --target broken": "no checkpoint that transformers can read at 'broken'",
         "x --target list": "its config.json holds list, not an object",
         "x --target code": "would execute code of its own",
+        "x --target act": "hidden_act of the model's config must be an activation of transformers, got 'nothing'",
+        "x --target layerless": "num_hidden_layers of the model's config must be at least 1, got 0",
+        "x --target wordless": "vocab_size of the model's config must be at least 1, got 0",
+        "x --target word": "Field 'vocab_size' expected int, got str",
     },
     "info": {
         "no/such/folder": "no checkpoint that transformers can read at 'no/such/folder'",
         "--dtype int8": "dtype must be 'auto', a floating torch dtype or its name, got 'int8'",
         "broken": "no checkpoint that transformers can read at 'broken'",
+        "act": "hidden_act of the model's config must be an activation of transformers, got 'nothing'",
+        "layerless": "num_hidden_layers of the model's config must be at least 1, got 0",
+        "wordless": "vocab_size of the model's config must be at least 1, got 0",
+        "flat": "transformers makes no model of this config of mamba2",
     },
     "datastore build": {
         "nowhere --out x": "there is no file or folder nowhere",
@@ -106,6 +116,7 @@ MISTAKES: dict[str, dict[str, str]] = {
         "--keep 9 --out x --temperature -1": "temperature must be finite and not negative, got -1.0",
         "--keep 9 --out x --max-new-tokens 0": "max_new_tokens must be at least 1, got 0",
         "--keep 9 --out x --target no/such/folder": "no checkpoint that transformers can read",
+        "--keep 9 --out x --target vit": "model family 'vit' is not supported",
     },
     "distill --out out --target TARGET --text": {
         "nowhere": "there is no file or folder nowhere",
@@ -161,7 +172,13 @@ FILES: dict[str, Any] = {
     "bytes.txt": b"\xff\xfe\x00", "bert/config.json": b'{"model_type": "bert"}',
     "broken/config.json": b'{"model_type": ', "list/config.json": b"[1]",
     "code/config.json": b'{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}',
-    "head/config.json": b'{"speculators_model_type": "xpress"}',
+    "head/config.json": b'{"speculators_model_type": "xpress"}', "odd/tokenizer_config.json": b"[]",
+    "act/config.json": b'{"model_type": "mamba2", "hidden_act": "nothing"}',
+    "vit/config.json": b'{"model_type": "vit"}',
+    "layerless/config.json": b'{"model_type": "mamba2", "num_hidden_layers": 0}',
+    "wordless/config.json": b'{"model_type": "mamba2", "vocab_size": 0}',
+    "word/config.json": b'{"model_type": "mamba2", "vocab_size": "many"}',
+    "flat/config.json": b'{"model_type": "mamba2", "conv_kernel": -1}',
 }  # fmt: skip
 
 

@@ -39,6 +39,7 @@ def test_a_stop_token_inside_an_accepted_path_ends_the_text_and_is_kept() -> Non
     assert out.stats["finish_reasons"] == ["stop"]
     assert out.stats["steps"] == 1
     assert out.stats["tau"] == 5, "tau counts a step's tokens before they are cut off"
+    assert out.stats["rows"] == [{"steps": 1, "tau": 5.0, "acceptance_by_depth": [1.0] * 4}]
 
 
 def test_a_stop_token_that_comes_first_ends_the_text_before_any_step() -> None:
@@ -229,6 +230,8 @@ def test_a_text_that_is_cancelled_while_its_next_step_runs_ends_with_what_was_he
     assert out.stats["finish_reasons"] == ["length", "cancelled", "length", "length"]
     assert out.sequences[1] == whole[1][: len(out.sequences[1])] and len(out.sequences[1]) < len(whole[1])
     assert [text for row, text in enumerate(out.sequences) if row != 1] == [whole[0], *whole[2:]]
+    row = out.stats["rows"][1]
+    assert row["steps"] * row["tau"] == pytest.approx(len(out.new_tokens[1]) - 1), "the step that still ran is not its"
 
 
 def test_memory_that_runs_out_is_said_with_the_sum_and_less_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:

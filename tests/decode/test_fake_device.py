@@ -104,6 +104,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sampled in several ways": {"sampling": [Sampling(), Sampling(0.8, top_k=5)]},
     "truncated": {"sampling": Sampling(0.8, top_p=0.9, min_p=0.1)},
     "log probabilities": {"logprobs": 3},
+    "steps": {"return_steps": True, "sampling": Sampling(0.8)},
     "rejection": {"verifier": "rejection", "sampling": Sampling(0.8)},
     "block": {"verifier": "block", "growth": Chain(3), "sampling": Sampling(0.8)},
     "match": {"verifier": "match", "sampling": Sampling(0.8)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -196,6 +197,50 @@ def test_a_bad_argument_is_refused_before_anything_runs(
             **{"lm": lm(), "prompts": PROMPTS[:1], "drafter": ModelDrafter(patched(tiny_model("mamba2"))), **arguments}
         )
     assert not caplog.records
+
+
+ODD: list[tuple[Callable[..., Any], dict[str, Any], str]] = [
+    (stree.generate, {"sampling": [None]}, "sampling must be an object .* got None in a list"),
+    (stree.generate, {"attention_mask": {}}, "attention_mask must be in the form of the prompts, .* got {}"),
+    (stree.generate, {"attention_mask": 3}, "attention_mask must be in the form of the prompts, .* got 3"),
+    (stree.generate, {"attention_mask": [None]}, "attention_mask of prompt 0 must hold 0 or 1 .* got None"),
+    (stree.generate, {"budget": torch.tensor([4, 4])}, "budget must be an integer, got Tensor"),
+    (stree.generate, {"max_batch": torch.tensor([4, 4])}, "max_batch must be an integer, got Tensor"),
+    (stree.generate, {"logprobs": torch.tensor([4, 4])}, "logprobs must be True or a number"),
+    (stree.generate, {"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+    (stree.generate, {"return_steps": 2}, "return_steps must be True or False, got 2"),
+    (stree.generate, {"overlap": "no"}, "overlap must be True or False, got 'no'"),
+    (stree.generate, {"allow_lossy": None}, "allow_lossy must be True or False, got None"),
+    (
+        stree.generate,
+        {"logits_processor": lambda *_: None},
+        r"logits_processor must return logits float\[1, 97\], got None",
+    ),
+    (stree.generate, {"logits_processor": lambda _, logits: logits[:, 1:]}, r"got float\[1, 96\]"),
+    (stree.generate, {"logits_processor": lambda _, logits: logits - torch.inf}, "leaves no token to draw"),
+    (stree.Sampling, {"temperature": torch.tensor([1.0, 2.0])}, "temperature must be a number, got tensor"),
+    (stree.Sampling, {"top_k": torch.tensor([1, 2])}, "top_k must be an integer of at least 1, got tensor"),
+    (stree.growth.Chain, {"depth": torch.tensor([1, 2])}, "depth must be an integer, got Tensor"),
+    (stree.growth.Static, {"shape": None}, "shape must be a list of integers, got None"),
+    (stree.growth.SpecInfer, {"widths": "ab"}, "widths must be a list of integers, got 'ab'"),
+    (stree.TokenTree, {"tokens": "ab", "parents": [-1]}, "tokens must be an integer tensor, got str"),
+    (stree.TokenTree.from_paths, {"paths": None}, "paths must be lists of tokens, integers, got None"),
+]
+
+
+@pytest.mark.parametrize(("call", "arguments", "message"), ODD, ids=lambda value: "")
+def test_an_odd_value_is_refused_by_the_name_of_its_argument(
+    call: Callable[..., Any], arguments: dict[str, Any], message: str
+) -> None:
+    if call is stree.generate:
+        arguments = {"lm": lm(), "prompts": PROMPTS[:1], "max_new_tokens": 2, **arguments}
+    with pytest.raises((TypeError, ValueError), match=message):
+        call(**arguments)
+
+
+def test_a_default_device_without_numbers_is_refused() -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match="default device must hold numbers, got meta"):
+        stree.generate(lm(), PROMPTS[:1], max_new_tokens=2)
 
 
 def test_a_model_that_is_not_patched_is_refused() -> None:

@@ -22,7 +22,6 @@ from helpers.tiny_models import (
     tiny_model,
 )
 from torch import Tensor
-from transformers import LogitsProcessorList
 
 import stree
 from stree import Sampling, TokenTree
@@ -205,23 +204,16 @@ def ends_at_six(input_ids: Tensor, logits: Tensor) -> Tensor:
     return torch.full_like(logits, -torch.inf) if input_ids.shape[1] >= 6 else logits
 
 
-@pytest.mark.parametrize("drafts", ["suffix", "model"])
-def test_greedy_text_after_which_no_token_is_left_is_that_of_transformers(drafts: str) -> None:
-    model = tiny_model("mamba2")
-    expected = model.generate(
-        torch.tensor([[1, 2, 3]]), do_sample=False, max_new_tokens=8, pad_token_id=0, eos_token_id=None,
-        logits_processor=LogitsProcessorList([ends_at_six]),
-    )  # fmt: skip
-    drafter = SuffixDrafter() if drafts == "suffix" else ModelDrafter(patched(tiny_model("bamba")))
-    out = stree.generate(patched(model), [[1, 2, 3]], drafter, budget=8, max_new_tokens=8, logits_processor=ends_at_six)
-    assert out.sequences == expected.tolist() and out.sequences[0][-5:] == [0] * 5
-
-
-@pytest.mark.parametrize(("drafts", "verifier"), [("suffix", "auto"), ("model", "auto"), ("model", "rejection")])
-def test_a_sampled_text_after_which_no_token_is_left_is_refused_where_it_is_reached(drafts: str, verifier: str) -> None:
+@pytest.mark.parametrize(
+    ("drafts", "verifier", "temperature"),
+    [("suffix", "auto", 0.8), ("model", "auto", 0.8), ("model", "rejection", 0.8), ("suffix", "auto", 0.0)],
+)
+def test_a_text_after_which_no_token_is_left_is_refused_where_it_is_reached(
+    drafts: str, verifier: str, temperature: float
+) -> None:
     lm = patched(tiny_model("mamba2"))
     drafter = SuffixDrafter() if drafts == "suffix" else ModelDrafter(patched(tiny_model("bamba")))
-    options: dict[str, Any] = {"budget": 8, "sampling": Sampling(0.8), "verifier": verifier}
+    options: dict[str, Any] = {"budget": 8, "sampling": Sampling(temperature), "verifier": verifier}
     with pytest.raises(stree.GenerationError, match=r"leaves no token to draw in rows \[0\]") as caught:
         stree.generate(lm, [[1, 2, 3]], drafter, max_new_tokens=8, logits_processor=ends_at_six, **options)
     reached = caught.value.output.sequences[0]

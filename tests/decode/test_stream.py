@@ -14,10 +14,13 @@ import torch
 from helpers.captured import TEXTS, captured, launched, near_drafter
 from helpers.fast_cases import slow_unless
 from torch import Tensor
+from transformers import AutoTokenizer
 
 import stree
+from stree.decode.text import text_of
 from stree.drafters import NoDrafter, SuffixDrafter
 from stree.growth import Chain
+from stree.inputs import ASSETS
 from stree.models.state import DecodeState
 from stree.sampling import Sampling
 
@@ -39,6 +42,21 @@ def test_tokens_are_those_of_generate_whatever_runs_between_them(options: dict[s
     result = streams[0].result
     assert result.sequences == expected.sequences and result.stats["tau"] == expected.stats["tau"]
     assert result.logprobs == expected.logprobs and next(streams[0], None) is None
+
+
+def test_text_comes_in_pieces_of_whole_characters() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "target")
+    prompt = tokenizer("caf")["input_ids"]
+    options: dict[str, Any] = {"drafter": NoDrafter(), "max_new_tokens": 12, "sampling": Sampling(3.0), "seed": 2}
+    lm = stree.TreeLM.from_pretrained(ASSETS / "target", "cpu")
+    tokens = stree.stream(lm, prompt, **options)
+    new = [*stree.stream(lm, prompt, **options)]
+    pieces = [*tokens.text(tokenizer)]
+    assert len(pieces) > 1 and all(pieces) and tokens.result.new_tokens == [new]
+    assert "".join(pieces) == text_of(tokenizer, prompt, new)
+    later = stree.stream(lm, prompt, **options)
+    next(later)
+    assert "".join(later.text(tokenizer)) == text_of(tokenizer, [*prompt, new[0]], new[1:])
 
 
 @pytest.mark.parametrize("is_captured", slow_unless(bool, [False, True]))

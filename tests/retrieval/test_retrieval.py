@@ -7,6 +7,7 @@ import zlib
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,6 +104,12 @@ def test_a_loaded_store_gives_the_trees_of_the_built_one(tmp_path: Path) -> None
 def test_texts_that_make_no_store_are_refused(texts: list[list[int]], most: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Datastore.build(texts, 4, max_tokens=most)
+
+
+@pytest.mark.parametrize("document", [[1.5], "ab", 1, [[1, 2]], [1, None], [True]])
+def test_what_is_no_list_of_tokens_makes_no_store(document: Any) -> None:
+    with pytest.raises(TypeError, match="document 1 must be a list of token ids, integers, got "):
+        Datastore.build([[1], document], 4)
 
 
 def test_files_that_hold_no_store_are_refused(tmp_path: Path) -> None:

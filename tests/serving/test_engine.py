@@ -97,6 +97,14 @@ def test_captured_steps_serve_all_mixtures(monkeypatch: pytest.MonkeyPatch) -> N
     assert texts == [alone(launched(), (near_drafter(), {"budget": 12}), place) for place in range(5)]
 
 
+def test_accepted_tokens_behind_the_end_of_a_text_are_not_counted() -> None:
+    drafter = stree.drafters.ModelDrafter(launched())  # the target itself: everything is accepted
+    with stree.Engine(launched(), drafter, growth="chain:4", budget=5) as engine:
+        stats = submit(engine, 0, max_new_tokens=8).result(60).stats
+        assert (stats["steps"], stats["tau"], stats["acceptance_by_depth"]) == (2, 5.0, [1.0] * 4)
+        assert stats["accepted"] == engine.stats["accepted"] == 4 + 2, "8 tokens: 1, 5, and 2 of 5"
+
+
 def test_many_threads_submit_and_cancel() -> None:
     lm, way = launched(), (near_drafter(), {"budget": 12})
     expected = [alone(lm, way, place) for place in range(len(PROMPTS))]

@@ -1,6 +1,6 @@
 """Text of tokens as they come: whole characters, cut at stop strings.
 
-Run: python -m pytest tests/serving/test_text.py
+Run: python -m pytest tests/decode/test_text.py
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stree.decode.stop_strings import StopStrings
+from stree.decode.text import IncrementalText, text_of
 from stree.inputs import ASSETS, load_tokenizer
-from stree.serving.text import IncrementalText, text_of
 
 TEXTS = ["plain words, and more", "naïve café — 日本語 🙂🙂 end", "\n\n  indented\tcode()\n", "ÿþ ünï", "🙂"]
 
