@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from stree.drafters.base import Draft, padded_prompts
-from stree.growth import Proposal
+from stree.drafters.tree_builder import narrowed
+from stree.growth import Plan, Proposal
 from stree.kernels.dispatch import fixes_shapes, host_bound
 from stree.kernels.step.bookkeeping import path_on_columns
 from stree.kernels.step.texts import Seen
@@ -74,6 +75,27 @@ class DraftState:
         """The model's own state, once ``run_prompts`` was called."""
         assert self._state is not None, "a tree begins the run"
         return self._state
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._lm.device
+
+    def fitted(self, plan: Plan) -> Plan:
+        """Return a plan whose trees the model can run."""
+        return narrowed(plan)
+
+    def score(self, tree: TokenTree, first: int) -> Tensor:
+        """Run the columns ``first``.. of a growing tree; return their logits, but for the first column's."""
+        logits = self._lm.verify(self.decode_state, tree, first)
+        return logits if first else logits[:, 1:]
+
+    def num_calls(self, num_scored: int) -> int:
+        """Count the model's calls for a tree after ``score`` was called so often."""
+        return num_scored
+
+    def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
+        """Read the target's hidden states of prompts, where they are needed: see ``DraftRun.read_prompts``."""
 
     def run_prompts(self) -> None:
         """Run the prompts, unless they were run; plain decoding never needs them."""

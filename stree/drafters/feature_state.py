@@ -13,6 +13,7 @@ from stree.drafters.draft_state import DraftState
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash import OneShotHead
 from stree.models.tree_lm import TreeLM
+from stree.tree import TokenTree
 from stree.verify import Acceptance
 
 __all__ = ["FeatureState"]
@@ -41,6 +42,18 @@ class FeatureState(DraftState):
         features = self.head.project(hidden.to(device))
         every = features.new_zeros(batch, *features.shape[1:]).index_copy_(0, index, features)
         self._put(every, torch.zeros_like(self._number).index_copy_(0, index, lengths))
+
+    def score(self, tree: TokenTree, first: int) -> Tensor:
+        """As a draft model, without the first column's token, which was read with the target's features."""
+        below = TokenTree.unchecked(
+            tree.tokens[:, 1:], (tree.parents[:, 1:] - 1).clamp_(min=-1), (tree.depths[:, 1:] - 1).clamp_(min=0),
+            tree.ancestor_mask[:, 1:, 1:],
+        )  # fmt: skip
+        return self.node_logits(below, max(first - 1, 0))
+
+    def node_logits(self, tree: TokenTree, first: int) -> Tensor:
+        """Return the logits of what follows the nodes ``first``.. of a growing tree; 0 begins another tree."""
+        raise NotImplementedError
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Begin other texts in some rows, or all; ``read_prompts`` follows."""
