@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,19 @@ from stree.models.deferred_commit import MAX_DEFERRED, DeferredCommit
 from stree.models.layers.base import LayerSpec, LayerStack, Prefilled, Site
 from stree.tree import TokenTree
 
-__all__ = ["DecodeState", "TreeInputs", "TreeStep"]
+__all__ = ["DecodeState", "TreeInputs", "TreeStep", "recorded"]
+
+_is_recorded: ContextVar[bool] = ContextVar("is_recorded", default=False)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Let a failure inside leave states as consistent as they were: operations are recorded there, and do not run."""
+    token = _is_recorded.set(True)
+    try:
+        yield
+    finally:
+        _is_recorded.reset(token)
 
 
 class DecodeState:
@@ -40,8 +53,7 @@ class DecodeState:
         defers_commit: whether a committed path is applied by the scan of the next tree.
         deferred: that path; None where no layer can defer.
         deferred_rows: by site, the rows of that path in the layer's ``shared`` tensors.
-        is_inconsistent: whether a commit or copy failed after some layers were changed.  A caller may reset it if no
-            layer was changed, as when a captured graph was never replayed.
+        is_inconsistent: whether a commit or copy failed after some layers were changed.
     """
 
     @torch.inference_mode(False)  # a state may be used after the block
@@ -157,8 +169,8 @@ class DecodeState:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Mark the state as inconsistent if the body raises."""
-        was_inconsistent, self.is_inconsistent = self.is_inconsistent, True
+        """Mark the state as inconsistent if the body raises, unless it is ``recorded``."""
+        was_inconsistent, self.is_inconsistent = self.is_inconsistent, not _is_recorded.get()
         yield
         self.is_inconsistent = was_inconsistent
 

@@ -13,7 +13,7 @@ from stree.drafters import Draft
 from stree.kernels.host_copies import arrival, to_host
 from stree.verify import Acceptance
 
-__all__ = ["LaunchedStep", "StepResult", "StepTrees", "Wanted"]
+__all__ = ["LaunchedStep", "StepResult", "StepTrees", "Wanted", "on_path"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ class LaunchedStep:
         report: as in ``StepResult``.
         timer: times of its parts.
         is_steady: as in ``StepResult``.
+        num_calls: draft calls before the draft was proposed.
         logits: float[batch, n, vocab], of the tree's nodes, where memory is checked; else None.
     """
 
@@ -119,6 +120,7 @@ class LaunchedStep:
     report: Tensor
     timer: StepTimer
     is_steady: bool = True
+    num_calls: int = 0
     logits: Tensor | None = None
 
     def to_host(self, wanted: Wanted) -> StepResult:
@@ -131,9 +133,14 @@ class LaunchedStep:
         trees = None
         if wanted.trees:
             trees = StepTrees(to_host(tree.tokens), to_host(tree.parents), to_host(self.acceptance.path))
-        report = to_host(self.report)
+        report, logits = to_host(self.report), self.path_logits if wanted.logits else None
         return StepResult(
-            report, self.timer, tree.tokens.shape[1], self.draft.num_calls, self.draft.is_reused, self.is_steady,
-            self.path_logits.clone() if wanted.logits and self.path_logits is not None else None, logprobs, trees,
-            arrival(self.report.device),
+            report, self.timer, tree.tokens.shape[1], self.num_calls + self.draft.num_calls, self.draft.is_reused,
+            self.is_steady, None if logits is None else logits.clone(), logprobs, trees, arrival(self.report.device),
         )  # fmt: skip
+
+
+def on_path(values: Tensor, path: Tensor) -> Tensor:
+    """Take from [batch, n, ...] values of nodes those of the nodes of int32[batch, m] paths; any where it is -1."""
+    nodes = path.clamp(min=0).long().view(*path.shape, *[1] * (values.dim() - 2))
+    return values.take_along_dim(nodes.to(values.device), 1)

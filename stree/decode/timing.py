@@ -22,7 +22,7 @@ class StepTimer:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._spans: list[tuple[Shares, Any, Any]] = []
         self._last = mark(device)
 
@@ -32,7 +32,7 @@ class StepTimer:
 
     def lap_shared(self, shares: Shares) -> None:
         """Divide the time since the last lap between parts: a replayed graph is timed as a whole."""
-        now = mark(self._device)
+        now = mark(self.device)
         self._spans.append((shares, self._last, now))
         self._last = now
 
@@ -48,7 +48,7 @@ class StepTimer:
 
     def shares(self) -> Shares:
         """Parts and their shares of the whole time, once the device has ended the step."""
-        wait_for(self._device)
+        wait_for(self.device)
         parts = self.seconds()
         whole = max(sum(time_s for _, time_s in parts), 1e-12)
         return [(part, time_s / whole) for part, time_s in parts]

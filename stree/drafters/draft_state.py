@@ -162,25 +162,19 @@ class DraftState:
             longer = 2 * length if length > state.max_length else 0
             self._resize(max(state.max_length, longer), max(nodes, state.max_nodes))
 
-    def forget_pending(self) -> None:
-        """Drop a tree that was verified on the host only, by a capture that failed."""
-        if self._state is not None:
-            self._state.is_inconsistent = False
-
     def follow(self, draft: Draft, acceptance: Acceptance) -> None:
         """Advance the state by what was run; what was not is run before the next tree."""
         path, lengths, grown = acceptance.path, acceptance.path_lengths, draft.grown
-        self._is_united = draft.is_united
-        if grown is None or draft.is_united:
-            self.most_behind += path.shape[1]
+        self._note(draft, path)
         if grown is not None:
             state = self.decode_state
             state.pending_tree = grown.scored  # the host did not see it run where a proposal was replayed
             self._lm.commit(state, *path_on_columns(path, lengths, draft.column, grown.scored.tokens.shape[1]))
 
-    def replayed(self, *, was_drafted: bool) -> None:
-        """Count what a replayed step has left to be run."""
-        self.most_behind += not was_drafted
+    def _note(self, draft: Draft, path: Tensor) -> None:
+        """Count what others' nodes leave to be run; the token of a plain step was counted before it."""
+        self._is_united = draft.is_united
+        self.most_behind += path.shape[1] * draft.is_united
 
     def catch_up(self, seen: Seen) -> int:
         """Run and commit what is missing of the texts, but for the last tokens; return the draft calls it took."""

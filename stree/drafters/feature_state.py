@@ -41,6 +41,7 @@ class FeatureState(DraftState):
         lengths = torch.tensor([len(self.prompts[row]) for row in rows], device=device)
         features = self.head.project(hidden.to(device))
         every = features.new_zeros(batch, *features.shape[1:]).index_copy_(0, index, features)
+        self.most_behind += every.shape[1]
         self._put(every, torch.zeros_like(self._number).index_copy_(0, index, lengths))
 
     def score(self, tree: TokenTree, first: int) -> Tensor:
@@ -76,13 +77,12 @@ class FeatureState(DraftState):
         """Return the features of a path's nodes, float[batch, m, num_features]."""
         if acceptance.hidden is None:
             raise ValueError(f"a draft head needs the target's hidden states of layers {self.head.hidden_layers}")
-        self._is_united = draft.is_united
+        self._note(draft, acceptance.path)
         return self.head.project(acceptance.hidden.to(self._queue.device))
 
     def _put(self, features: Tensor, count: Tensor) -> None:
         """Append the first int64[batch] of float[batch, m, num_features] to the queues."""
         width = features.shape[1]
-        self.most_behind += width
         if self._max_length is None and self.most_behind + 1 >= self._queue.shape[1]:
             self._lengthen(2 * self.most_behind)
         end = self._queue.shape[1] - 1

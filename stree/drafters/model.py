@@ -80,12 +80,11 @@ class ModelRun(DraftRun):
     """
 
     acceptance_model: AcceptanceModel
-    can_begin = can_select = can_extend = is_capturable = can_replay_proposals = True
+    can_begin = can_select = can_extend = is_on_device = True
 
     def __init__(self, state: DraftState, rng: Random) -> None:
         self.state, self.rng = state, rng
         self._largest: Plan | None = None  # of all plans to come, where it is known
-        self._num_replaced = 0  # tensors that outlive a step, beside the state's
         self._growth: Growth | None = None  # the one that the acceptance model belongs to
         self._own: OwnTexts | None = None  # of a run that is used alone
         self._probs: Tensor | None = None  # memory for the distributions of a step
@@ -93,31 +92,39 @@ class ModelRun(DraftRun):
         self._left_out = torch.zeros(len(state.prompts), dtype=torch.long, device=state.device)
 
     @property
-    def version(self) -> int:
-        """Changes whenever tensors that outlive a step were replaced by larger ones."""
-        return self._num_replaced + self.state.version
+    def version(self) -> int:  # type: ignore[override]
+        """Another number whenever tensors that outlive a step were replaced by larger ones."""
+        return self.state.version
 
-    def texts(self, pending: Tensor) -> Seen:
-        """Return the texts, those of the decode step where the run is part of one, with the pending tokens."""
-        if self.seen is not None:
-            return self.seen
-        if self._own is None:
-            self._own = OwnTexts(self.state.prompts, pending.device)
-        return self._own.seen(pending)
+    def prepare(self, seen: Seen, budget: int) -> int:
+        """Run the prompts and the accepted tokens that were never run, if a tree is to be drafted."""
+        self.seen = seen
+        if budget == 1:
+            self.state.most_behind += 1
+            return 0
+        self.state.run_prompts()
+        return self.state.catch_up(seen)
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last token.
+        """Grow a tree below the pending tokens; a budget of 1 draws nothing and runs nothing."""
+        if self.seen is None:
+            self._own = OwnTexts(self.state.prompts, pending.device)
+        num_calls = 0 if self._own is None else self.prepare(self._own.seen(pending), budget)
+        return self.grow(growth, budget, num_calls)
 
-        A budget of 1 draws nothing and runs nothing.
+    def grow(self, growth: Growth | None, budget: int, num_calls: int = 0) -> Draft:
+        """Grow a tree below the texts that ``prepare`` was given, after so many draft calls.
+
+        It takes a draft call a layer (a node for a heap), the first of which also runs the last token.
         """
-        growth, seen = ModelDrafter.default_growth if growth is None else growth, self.texts(pending)
+        growth, seen = ModelDrafter.default_growth if growth is None else growth, self.seen
+        assert seen is not None, "prepare was called"
         if budget == 1:
-            values = torch.ones_like(pending[:, None], dtype=torch.float32)
-            self.draft = Draft(root_only(pending), None, 0, values=values)
+            values = torch.ones_like(seen.pending[:, None], dtype=torch.float32)
+            self.draft = Draft(root_only(seen.pending), None, 0, values=values)
             return self.draft
         plan = self.state.fitted(growth.plan(budget))
         self._use(growth)
-        num_calls = self.settle(pending, budget)
         self.state.reserve_nodes(columns_run(plan))
         self.rng = self.rng.at(seen.lengths)
         self.acceptance_model.begin(plan, self.rng)
@@ -159,7 +166,7 @@ class ModelRun(DraftRun):
         if self._probs is None or self._probs.numel() < batch * rows * vocab:
             most = max(rows, 0 if self._largest is None else num_run(self._largest))
             self._probs = logits.new_empty(batch * most * vocab)
-            self._num_replaced += 1
+            self.state.version += 1
         return self._probs[: batch * rows * vocab].view(batch, rows, vocab)
 
     def observe(self, acceptance: Acceptance) -> None:
@@ -230,21 +237,6 @@ class ModelRun(DraftRun):
         if begins:
             self.state.run_prompts()
 
-    def settle(self, pending: Tensor, budget: int) -> int:
-        """Run the prompts and the accepted tokens that were never run, if a tree is to be drafted."""
-        if budget == 1:
-            return 0
-        self.state.run_prompts()
-        return self.state.catch_up(self.texts(pending))
-
-    def replayed(self, budget: int) -> None:
-        """Count the token that a plain step leaves to be run."""
-        self.state.replayed(was_drafted=budget > 1)
-
-    def give_up(self) -> None:
-        """Drop the tree that the draft model did not run."""
-        self.state.forget_pending()
-
     def _use(self, growth: Growth) -> None:
         """Take the acceptance model of a growth, unless one of its kind is in use."""
         base = growth.base if isinstance(growth, Limited) else growth
@@ -253,7 +245,7 @@ class ModelRun(DraftRun):
         if self._growth is None or not learns_alike(base, self._growth):
             self.acceptance_model = base.acceptance_model(len(self.state.prompts), self.state.device)
             self._read_prompts(range(len(self.state.prompts)))
-            self._num_replaced += 1
+            self.state.version += 1
         self._growth = base
 
     def _read_prompts(self, rows: Sequence[int]) -> None:

@@ -95,21 +95,24 @@ class _OverlappedRun(DraftRun):
         self._ready: tuple[Draft, Growth | None, int] | None = None  # a tree that was drafted ahead, and is right
         self._stream: Any = None  # of all steps: the allocator of CUDA keeps freed memory for the stream that used it
 
+    def prepare(self, seen: Seen, budget: int) -> int:
+        return self._run.prepare(seen, budget)
+
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Use the tree that was drafted ahead, or grow one; then begin with the next one, unless nothing is drafted."""
-        self._run.seen = self.seen
         ready, self._ready = self._ready, None
         if ready is not None and ready[1:] == (growth, budget):
             draft = replace(ready[0], is_reused=True)
         else:
             draft = self._run.propose(pending, growth, budget)
         if draft.values is not None and draft.tree.tokens.shape[1] > 1:
-            self._guess = self._begin(self._run.texts(pending), draft, growth, budget)
+            self._guess = self._begin(draft, growth, budget)
         return draft
 
-    def _begin(self, seen: Seen, draft: Draft, growth: Growth | None, budget: int) -> _Guess:
+    def _begin(self, draft: Draft, growth: Growth | None, budget: int) -> _Guess:
         """Begin to draft below the likeliest path."""
-        assert draft.values is not None, "the caller has checked"
+        seen = self._run.seen
+        assert draft.values is not None and seen is not None, "the caller has drafted"
         path, lengths, last = _likeliest_path(draft.tree, draft.values)
         guessed = _text_after(seen, draft.tree, path, lengths)
         if self._stream is None:
@@ -123,7 +126,7 @@ class _OverlappedRun(DraftRun):
             with nullcontext() if stream is None else torch.cuda.stream(stream):
                 other, token = _after(run, guessed, path, lengths)
                 other.seen = replace(guessed, pending=token)
-                return other, token, other.propose(token, growth, budget)
+                return other, token, other.grow(growth, budget)
 
         return _Guess(last, self._pool.submit(work), growth, budget)
 
