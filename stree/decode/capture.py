@@ -123,7 +123,7 @@ class GraphCapture(Capture):
         step: LaunchedStep = self._replay(kind)
         if kind.shares is None:
             kind.shares = step.timer.shares()
-        timer.lap_shared(kind.shares)
+        timer.lap(kind.shares)
         return step
 
     def part(self, run: DraftRun, key: Hashable, work: Callable[[], Any]) -> Any:

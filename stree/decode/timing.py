@@ -26,14 +26,10 @@ class StepTimer:
         self._spans: list[tuple[Shares, Any, Any]] = []
         self._last = mark(device)
 
-    def lap(self, part: str) -> None:
-        """Charge the time since the last lap to a part."""
-        self.lap_shared([(part, 1.0)])
-
-    def lap_shared(self, shares: Shares) -> None:
-        """Divide the time since the last lap between parts: a replayed graph is timed as a whole."""
+    def lap(self, part: str | Shares) -> None:
+        """Charge the time since the last lap to a part, or to several: a replayed graph is timed as a whole."""
         now = mark(self.device)
-        self._spans.append((shares, self._last, now))
+        self._spans.append(([(part, 1.0)] if isinstance(part, str) else part, self._last, now))
         self._last = now
 
     def include(self, other: StepTimer) -> None:

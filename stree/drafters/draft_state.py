@@ -165,16 +165,12 @@ class DraftState:
     def follow(self, draft: Draft, acceptance: Acceptance) -> None:
         """Advance the state by what was run; what was not is run before the next tree."""
         path, lengths, grown = acceptance.path, acceptance.path_lengths, draft.grown
-        self._note(draft, path)
+        self._is_united = draft.is_united
+        self.most_behind += path.shape[1] * draft.is_united  # the token of a plain step was counted before it
         if grown is not None:
             state = self.decode_state
             state.pending_tree = grown.scored  # the host did not see it run where a proposal was replayed
             self._lm.commit(state, *path_on_columns(path, lengths, draft.column, grown.scored.tokens.shape[1]))
-
-    def _note(self, draft: Draft, path: Tensor) -> None:
-        """Count what others' nodes leave to be run; the token of a plain step was counted before it."""
-        self._is_united = draft.is_united
-        self.most_behind += path.shape[1] * draft.is_united
 
     def catch_up(self, seen: Seen) -> int:
         """Run and commit what is missing of the texts, but for the last tokens; return the draft calls it took."""

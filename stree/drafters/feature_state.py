@@ -77,7 +77,8 @@ class FeatureState(DraftState):
         """Return the features of a path's nodes, float[batch, m, num_features]."""
         if acceptance.hidden is None:
             raise ValueError(f"a draft head needs the target's hidden states of layers {self.head.hidden_layers}")
-        self._note(draft, acceptance.path)
+        self._is_united = draft.is_united
+        self.most_behind += acceptance.path.shape[1] * draft.is_united
         return self.head.project(acceptance.hidden.to(self._queue.device))
 
     def _put(self, features: Tensor, count: Tensor) -> None:

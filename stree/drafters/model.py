@@ -18,12 +18,12 @@ from stree.drafters.merge import missed_nodes, on_own_nodes, without_children
 from stree.drafters.none import root_only
 from stree.drafters.own_texts import OwnTexts
 from stree.drafters.tree_builder import GrownTree, columns_run, num_run
-from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, learns_alike
+from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Proposal, learns_alike
 from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
-from stree.sampling import AnySampling, Random
+from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
@@ -84,7 +84,7 @@ class ModelRun(DraftRun):
 
     def __init__(self, state: DraftState, rng: Random) -> None:
         self.state, self.rng = state, rng
-        self._largest: Plan | None = None  # of all plans to come, where it is known
+        self._most_run = 0  # nodes of a tree to come that are run, where that is known
         self._growth: Growth | None = None  # the one that the acceptance model belongs to
         self._own: OwnTexts | None = None  # of a run that is used alone
         self._probs: Tensor | None = None  # memory for the distributions of a step
@@ -131,7 +131,15 @@ class ModelRun(DraftRun):
         left = plan.num_nodes - self._left_out
         self._left_out.zero_()
         grown = GrownTree(seen, left, plan)
-        probs, kept_slots = self._grow(grown, plan, growth.sampling)
+        run_frontier = partial(grown.run, self.state.score if self.processor is None else self._score)
+        kept_slots: KeptSlots = []
+        if plan.is_heap:
+            probs = grow_heap(grown, plan, growth.sampling, self.rng, run_frontier)
+        else:
+            buffer = partial(self._probs_buffer, num_run(plan))
+            probs, kept_slots = grow_layers(
+                grown, plan, growth.sampling, self.rng, self.acceptance_model, run_frontier, buffer
+            )
         column = grown.select(plan)
         nodes = grown.proposed(column)
         tree = TokenTree.unchecked(nodes.tokens, nodes.parents, nodes.depths, nodes.mask)
@@ -144,28 +152,16 @@ class ModelRun(DraftRun):
         )  # fmt: skip
         return self.draft
 
-    def _grow(self, grown: GrownTree, plan: Plan, sampling: AnySampling) -> tuple[Tensor | None, KeptSlots]:
-        run_frontier = partial(grown.run, self._score)
-        if plan.is_heap:
-            return grow_heap(grown, plan, sampling, self.rng, run_frontier), []
-        buffer = partial(self._probs_buffer, plan)
-        return grow_layers(grown, plan, sampling, self.rng, self.acceptance_model, run_frontier, buffer)
-
     def _score(self, tree: TokenTree, first: int) -> Tensor:
-        """Run the columns ``first``.. of the draft model's own tree; return their logits, but for the first column's.
+        """Score columns of the tree that grows; process their logits as the target's are."""
+        assert self.processor is not None, "the caller has checked"
+        return self.processor(tree, self.state.score(tree, first))
 
-        Logits are processed as the target's are.
-        """
-        logits = self.state.score(tree, first)
-        return logits if self.processor is None else self.processor(tree, logits)
-
-    def _probs_buffer(self, plan: Plan, logits: Tensor) -> Tensor:
-        """Memory for the distributions of a tree's nodes that are run: the same in every step."""
+    def _probs_buffer(self, rows: int, logits: Tensor) -> Tensor:
+        """Memory for the distributions of so many nodes of a tree that are run: the same in every step."""
         batch, vocab = len(logits), logits.shape[-1]
-        rows = num_run(plan)
         if self._probs is None or self._probs.numel() < batch * rows * vocab:
-            most = max(rows, 0 if self._largest is None else num_run(self._largest))
-            self._probs = logits.new_empty(batch * most * vocab)
+            self._probs = logits.new_empty(batch * max(rows, self._most_run) * vocab)
             self.state.version += 1
         return self._probs[: batch * rows * vocab].view(batch, rows, vocab)
 
@@ -231,8 +227,8 @@ class ModelRun(DraftRun):
             self._use(growth)
         if budget > 1:
             growth = ModelDrafter.default_growth if growth is None else growth
-            self._largest = self.state.fitted(growth.plan(budget))
-            self.state.max_nodes = columns_run(self._largest)
+            largest = self.state.fitted(growth.plan(budget))
+            self._most_run, self.state.max_nodes = num_run(largest), columns_run(largest)
         self.state.reserve_length(max_length)
         if begins:
             self.state.run_prompts()
