@@ -17,7 +17,7 @@ from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.decode.stats import PARTS
 from stree.decode.step_cache import StepCache, step_cache_of
-from stree.decode.timing import StepTimer
+from stree.decode.step_result import StepTimer
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
 from stree.generation import generate
 from stree.growth import Growth

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from stree.decode.cuda_graphs import Graph, Recorder
-from stree.decode.step_result import LaunchedStep
-from stree.decode.timing import Shares, StepTimer
+from stree.decode.step_result import LaunchedStep, Shares, StepTimer
 from stree.drafters import Draft, DraftRun
 from stree.models.state import recorded
 from stree.tree import TokenTree
@@ -65,13 +64,13 @@ class Capture:
         """Launch device work of a drafter on the host: see ``DraftRun.launch``."""
         return work()
 
-    def laid_out(self, draft: Draft, most_nodes: int, *, reads_probs: bool) -> tuple[Hashable, Callable[[], Draft]]:
+    def laid_out(self, draft: Draft, most_nodes: int, verifier: str) -> tuple[Hashable, Callable[[], Draft]]:
         """Lay out the draft of a drafter on the host for ``step``.
 
         Args:
             draft: as proposed.
             most_nodes: of a tree.
-            reads_probs: whether the verifier reads the distributions.
+            verifier: see ``stree.accept``.
 
         Returns:
             What ``step`` needs to know of its sizes, and a function that gives the draft within its work.
@@ -131,14 +130,14 @@ class GraphCapture(Capture):
         kind = self._kind(run, key, work, separate_pool=True)
         return work() if kind.graph is None else self._replay(kind)
 
-    def laid_out(self, draft: Draft, most_nodes: int, *, reads_probs: bool) -> tuple[Hashable, Callable[[], Draft]]:
+    def laid_out(self, draft: Draft, most_nodes: int, verifier: str) -> tuple[Hashable, Callable[[], Draft]]:
         """Copy a draft to fixed tensors of a few sizes."""
         tokens = draft.tree.tokens
         if self._inputs is None:
             self._inputs = _DraftInputs(len(tokens), tokens.device)
         size = min(_bucket(tokens.shape[1]), most_nodes)
         tree, depth, probs = self._inputs.tree(draft.tree, size), size - 1, None
-        if draft.probs is not None and reads_probs:
+        if draft.probs is not None and verifier != "match":  # which reads no distributions
             if self._inputs.reserve_probs(draft.probs):
                 self.clear()
             probs, depth = self._inputs.probs(draft.probs, size), min(_bucket(draft.max_depth), size - 1)

@@ -22,8 +22,7 @@ from stree.decode.capture import Capture
 from stree.decode.logits_processors import NodeProcessor, TreeProcessing
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Request
-from stree.decode.step_result import LaunchedStep, StepResult, Wanted, on_path
-from stree.decode.timing import StepTimer
+from stree.decode.step_result import LaunchedStep, StepResult, StepTimer, Wanted, on_path
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen, Texts, emit, unchecked_maxima
@@ -80,8 +79,26 @@ class DecodeStep:
 
     def __call__(self, growth: Growth | None, budget: int, wanted: Wanted = Wanted()) -> StepResult:  # noqa: B008
         """Launch a step of at most ``budget`` nodes a sequence, and the copies of what the host reads of it."""
+        growth = self._bound(growth)
         with self.capture.lock:  # a replay overwrites what another thread's has not copied yet
-            step = self._launch(self._bound(growth), budget, needs_logits=wanted.needs_logits)
+            timer, num_warm_ups = StepTimer(self.state.lengths.device), self.capture.num_warm_ups
+            self.seen.update(self.texts)
+            num_calls = self._let_draft(self.run.prepare, self.seen, budget) or 0
+            run, draft = self.run, None
+            kind: Hashable = budget, growth
+            propose: Callable[[], Draft] = partial(self._let_draft, run.propose, self.seen.pending, growth, budget)
+            if not run.is_on_device:
+                draft = propose() or self.run.propose(self.seen.pending, None, 1)
+                timer.lap("draft_s")
+                kind, propose = self.capture.laid_out(draft, self.state.max_nodes, self.verifier)
+            work = partial(self._work, propose, observes=draft is None, needs_logits=wanted.needs_logits)
+            step = self.capture.step(run, (kind, wanted.needs_logits), work, timer)
+            if draft is not None:
+                step = replace(step, draft=draft)
+                self._let_draft(self.run.observe, step.acceptance)
+                timer.lap("draft_s")
+            is_steady = self.capture.num_warm_ups == num_warm_ups
+            step = replace(step, timer=timer, is_steady=is_steady, num_calls=num_calls)
             result = step.to_host(wanted)
             if self._is_debug:
                 debug.check_and_poison(step, self.texts, self.rng.seed, self.rng.sequences, self.state.lengths)
@@ -93,31 +110,11 @@ class DecodeStep:
             self._growth = growth, None if growth is None else growth.bind(self.sampling)
         return self._growth[1]
 
-    def _launch(self, growth: Growth | None, budget: int, *, needs_logits: bool) -> LaunchedStep:
-        timer, num_warm_ups = StepTimer(self.state.lengths.device), self.capture.num_warm_ups
-        self.seen.update(self.texts)
-        num_calls = self._let_draft(self.run.prepare, self.seen, budget) or 0
-        key: Hashable = budget, growth
-        propose: Callable[[], Draft] = partial(self._propose, growth, budget)
-        draft, is_on_device = None, self.run.is_on_device
-        if not is_on_device:
-            draft = propose()
-            timer.lap("draft_s")
-            key, propose = self.capture.laid_out(draft, self.state.max_nodes, reads_probs=self.verifier != "match")
-        work = partial(self._work, propose, observes=is_on_device, needs_logits=needs_logits)
-        step = self.capture.step(self.run, (key, needs_logits), work, timer)
-        if draft is not None:
-            step = replace(step, draft=draft)
-            self._let_draft(self.run.observe, step.acceptance)
-            timer.lap("draft_s")
-        is_steady = self.capture.num_warm_ups == num_warm_ups
-        return replace(step, timer=timer, is_steady=is_steady, num_calls=num_calls)
-
     def _work(
         self, propose: Callable[[], Draft], timer: StepTimer, *, observes: bool, needs_logits: bool
     ) -> LaunchedStep:
         """Propose, verify, accept, emit, commit, observe; the last one only where the drafter is on the device."""
-        draft = propose()
+        draft = propose() or self.run.propose(self.seen.pending, None, 1)
         timer.lap("draft_s")
         raw, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
         logits = self._processing.target(self.seen, draft.tree, raw)
@@ -157,10 +154,6 @@ class DecodeStep:
             return run(*inputs), None
         logits, hidden = run(*inputs, hidden_layers=self.hidden_layers)
         return logits, hidden
-
-    def _propose(self, growth: Growth | None, budget: int) -> Draft:
-        draft: Draft | None = self._let_draft(self.run.propose, self.seen.pending, growth, budget)
-        return self.run.propose(self.seen.pending, None, 1) if draft is None else draft
 
     def _let_draft(self, part: Callable[..., Any], *inputs: Any) -> Any:
         """Call a method of the drafter's run; where it fails, decoding goes on without it, and None is returned."""
