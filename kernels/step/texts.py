@@ -20,7 +20,7 @@ __all__ = ["Seen", "Texts", "emit", "unchecked_maxima"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """The texts of a batch; ``emit`` alone writes to them within a step, to all but ``limit`` and ``stop``.
+    """The texts of a batch; ``emit`` alone writes to them within a step, to all but ``limit``, ``stop`` and ``nodes``.
 
     Attributes:
         tokens: int64[batch, max_length], prompt and new tokens; the pending one, the last, is at the row's ``lengths``.
@@ -29,6 +29,8 @@ class Texts:
         limit: int64[batch], most tokens of a text.
         is_finished: bool[batch].
         stop: int64[batch, tokens], tokens that end each text, padded by -1.
+        nodes: int64[batch], most nodes of each text's tree, root included; 0 or 1 drafts nothing.  None: no bound but a
+            step's.
     """
 
     tokens: Tensor
@@ -37,6 +39,7 @@ class Texts:
     limit: Tensor
     is_finished: Tensor
     stop: Tensor
+    nodes: Tensor | None = None
 
     @classmethod
     def empty(cls, batch: int, max_length: int, most_stops: int, device: torch.device) -> Texts:
@@ -57,16 +60,18 @@ class Seen:
         tokens: int64[batch, max_length], those of ``Texts``; up to the pending one a step changes nothing.
         lengths: int64[batch], tokens before the pending one; a copy.
         pending: int64[batch], a copy.
+        nodes: that of ``Texts``, to which nothing writes within a step.
     """
 
     tokens: Tensor
     lengths: Tensor
     pending: Tensor
+    nodes: Tensor | None = None
 
     @classmethod
     def of(cls, texts: Texts) -> Seen:
         """Copy the present lengths and pending tokens."""
-        return cls(texts.tokens, texts.lengths.clone(), texts.pending.clone())
+        return cls(texts.tokens, texts.lengths.clone(), texts.pending.clone(), texts.nodes)
 
     def update(self, texts: Texts) -> None:
         """Copy the present lengths and pending tokens to the same memory, where captured work reads them."""

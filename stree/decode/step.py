@@ -24,6 +24,7 @@ from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Request
 from stree.decode.step_result import LaunchedStep, StepResult, StepTimer, Wanted, on_path
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
+from stree.drafters.merge import keep_first
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen, Texts, emit, unchecked_maxima
 from stree.models.state import DecodeState
@@ -50,6 +51,7 @@ class DecodeStep:
         most_stops: most stop tokens of a sequence.
         processor: of the logits of target and draft model, or None; it learns which request each row holds.
         capture: launches the device work; None: operation by operation.
+        nodes: of each row's tree: see ``Texts``.
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.
@@ -66,10 +68,12 @@ class DecodeStep:
     def __init__(
         self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str, max_length: int,
         most_stops: int = 0, processor: NodeProcessor | None = None, capture: Capture | None = None,
+        nodes: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
         self._processing, self.capture = TreeProcessing(processor), capture or Capture()
-        self.texts = Texts.empty(len(state.lengths), max_length, most_stops, state.lengths.device)
+        texts = Texts.empty(len(state.lengths), max_length, most_stops, state.lengths.device)
+        self.texts = replace(texts, nodes=nodes)
         self.seen = Seen.of(self.texts)
         self._seeds = torch.zeros_like(self.texts.lengths)
         self.rng = Random(self._seeds, self._seeds.clone(), self.seen.lengths)
@@ -88,7 +92,7 @@ class DecodeStep:
             kind: Hashable = budget, growth
             propose: Callable[[], Draft] = partial(self._let_draft, run.propose, self.seen.pending, growth, budget)
             if not run.is_on_device:
-                draft = propose() or self.run.propose(self.seen.pending, None, 1)
+                draft = self._limited(propose() or self.run.propose(self.seen.pending, None, 1))
                 timer.lap("draft_s")
                 kind, propose = self.capture.laid_out(draft, self.state.max_nodes, self.verifier)
             work = partial(self._work, propose, observes=draft is None, needs_logits=wanted.needs_logits)
@@ -115,6 +119,7 @@ class DecodeStep:
     ) -> LaunchedStep:
         """Propose, verify, accept, emit, commit, observe; the last one only where the drafter is on the device."""
         draft = propose() or self.run.propose(self.seen.pending, None, 1)
+        draft = self._limited(draft) if observes else draft
         timer.lap("draft_s")
         raw, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
         logits = self._processing.target(self.seen, draft.tree, raw)
@@ -143,6 +148,10 @@ class DecodeStep:
             draft = replace(draft, probs=None, grown=None)  # a graph keeps what its work returns
         kept = logits if self._is_debug else None
         return LaunchedStep(draft, acceptance, path_logits, raw_path_logits, report, timer, logits=kept)
+
+    def _limited(self, draft: Draft) -> Draft:
+        """Cut the trees of rows that may have fewer nodes, whatever has drafted them."""
+        return draft if self.seen.nodes is None else replace(draft, tree=keep_first(draft.tree, self.seen.nodes))
 
     def _rng_at_ends(self) -> Random:
         """Return the random numbers at the ends of the texts, which are copied: ``emit`` advances them in place."""
@@ -232,7 +241,9 @@ class DecodeStep:
         """
         other, index = copy(self), torch.tensor(rows, device=self._seeds.device)
         other.state, other._seeds = self.state.select(index), self._seeds[index]
-        other.texts = Texts(*(getattr(self.texts, part.name)[index] for part in fields(Texts)))
+        parts = (getattr(self.texts, part.name) for part in fields(Texts))
+        selected: list[Any] = [None if part is None else part[index] for part in parts]
+        other.texts = Texts(*selected)
         other.seen = Seen.of(other.texts)
         other.rng = Random(other._seeds, self.rng.sequences[index], other.seen.lengths)
         kinds = {request.sampling for request in requests}

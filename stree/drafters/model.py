@@ -14,11 +14,11 @@ from stree.drafters.base import Draft, Drafter, DraftRun, check_vocabulary
 from stree.drafters.draft_state import DraftState, Grown
 from stree.drafters.draws import draft_probs
 from stree.drafters.growing import grow_heap, grow_layers
-from stree.drafters.merge import missed_nodes, on_own_nodes, without_children
+from stree.drafters.merge import keep_best, keep_first, missed_nodes, on_own_nodes, without_children
 from stree.drafters.none import root_only
 from stree.drafters.own_texts import OwnTexts
 from stree.drafters.tree_builder import GrownTree, columns_run, num_run
-from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Proposal, learns_alike
+from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, learns_alike
 from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
@@ -128,9 +128,7 @@ class ModelRun(DraftRun):
         self.state.reserve_nodes(columns_run(plan))
         self.rng = self.rng.at(seen.lengths)
         self.acceptance_model.begin(plan, self.rng)
-        left = plan.num_nodes - self._left_out
-        self._left_out.zero_()
-        grown = GrownTree(seen, left, plan)
+        grown = GrownTree(seen, self._left(plan, seen), plan)
         run_frontier = partial(grown.run, self.state.score if self.processor is None else self._score)
         kept_slots: KeptSlots = []
         if plan.is_heap:
@@ -143,6 +141,8 @@ class ModelRun(DraftRun):
         column = grown.select(plan)
         nodes = grown.proposed(column)
         tree = TokenTree.unchecked(nodes.tokens, nodes.parents, nodes.depths, nodes.mask)
+        if seen.nodes is not None:  # of plans whose layers do not read what is left
+            tree = keep_best(tree, nodes.values, seen.nodes) if plan.is_pruned else keep_first(tree, seen.nodes)
         proposal = Proposal(tree, nodes.values, column, kept_slots)
         depth = plan.num_nodes if plan.is_heap else grown.num_layers
         drawn_from = None if probs is None else draft_probs(probs, nodes.rows, plan, growth.sampling.greedy_rows)
@@ -151,6 +151,12 @@ class ModelRun(DraftRun):
             grown=Grown(proposal, grown.size, grown.scored),
         )  # fmt: skip
         return self.draft
+
+    def _left(self, plan: Plan, seen: Seen) -> Tensor:
+        """Return how many nodes each row's tree may grow: int64[batch]."""
+        left = plan.num_nodes - self._left_out
+        self._left_out.zero_()
+        return left if seen.nodes is None else torch.minimum(left, seen.nodes - 1).clamp(min=0)
 
     def _score(self, tree: TokenTree, first: int) -> Tensor:
         """Score columns of the tree that grows; process their logits as the target's are."""

@@ -191,4 +191,4 @@ def _text_after(seen: Seen, tree: TokenTree, path: Tensor, lengths: Tensor) -> S
     place = torch.arange(path.shape[1], device=path.device)
     index = seen.lengths[:, None] + torch.where(place < lengths[:, None], place, 0)
     tokens = seen.tokens.scatter(1, index, tree.tokens.gather(1, path.clamp(min=0).long()))
-    return Seen(tokens, seen.lengths + lengths, seen.pending)
+    return replace(seen, tokens=tokens, lengths=seen.lengths + lengths)
