@@ -93,9 +93,10 @@ def launches_of(growth: Growth, budget: int) -> Counter[str]:
     """Count the launches of one proposal."""
     run: ModelRun = begun(growth, PROMPTS[:1])
     pending = torch.tensor([7])
-    run.seen = Seen(torch.tensor([[*PROMPTS[0], 7]]), torch.tensor([len(PROMPTS[0])]), pending)  # as a step gives
+    seen = Seen(torch.tensor([[*PROMPTS[0], 7]]), torch.tensor([len(PROMPTS[0])]), pending)  # as a step gives
     with as_on_a_gpu():
         run.state._state = None
+        run.prepare(seen, budget)
         run.propose(pending, growth, budget)
         places = step_counts.Places()
         places.within(run.state._lm, "verify", "forward")
