@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -49,22 +49,23 @@ class Capture:
     num_replays = num_warm_ups = 0
     is_capturing = False
 
-    def step(self, run: DraftRun, key: Hashable, work: StepWork, timer: StepTimer) -> LaunchedStep:
+    def step(self, run: DraftRun, key: tuple[Any, ...], work: StepWork, timer: StepTimer) -> LaunchedStep:
         """Launch a step, or the target's part of one.
 
         Args:
             run: drafts.
-            key: kind of the step; work of one kind always uses the same tensors and host numbers.
+            key: kind of the step, told by what its parts print; work of one kind always uses the same tensors and host
+                numbers.
             work: what to do.
             timer: of the step.
         """
         return work(timer)
 
-    def part(self, run: DraftRun, key: Hashable, work: Callable[[], Any]) -> Any:
+    def part(self, run: DraftRun, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
         """Launch device work of a drafter on the host: see ``DraftRun.launch``."""
         return work()
 
-    def laid_out(self, draft: Draft, most_nodes: int, verifier: str) -> tuple[Hashable, Callable[[], Draft]]:
+    def laid_out(self, draft: Draft, most_nodes: int, verifier: str) -> tuple[tuple[str, ...], Callable[[], Draft]]:
         """Lay out the draft of a drafter on the host for ``step``.
 
         Args:
@@ -73,9 +74,9 @@ class Capture:
             verifier: see ``stree.accept``.
 
         Returns:
-            What ``step`` needs to know of its sizes, and a function that gives the draft within its work.
+            The key of its sizes for ``step``, and a function that gives the draft within its work.
         """
-        return None, lambda: draft
+        return (), lambda: draft
 
     def clear(self) -> None:
         """Drop what was captured, since tensors that it uses were replaced."""
@@ -114,7 +115,7 @@ class GraphCapture(Capture):
         self._inputs: _DraftInputs | None = None
         self.problems: dict[str, str] = {}
 
-    def step(self, run: DraftRun, key: Hashable, work: StepWork, timer: StepTimer) -> LaunchedStep:
+    def step(self, run: DraftRun, key: tuple[Any, ...], work: StepWork, timer: StepTimer) -> LaunchedStep:
         """Replay a step; it is timed as a whole, and divided between parts as the first replay was."""
         kind = self._kind(run, key, lambda: work(StepTimer(timer.device)))
         if kind.graph is None:
@@ -125,12 +126,12 @@ class GraphCapture(Capture):
         timer.lap(kind.shares)
         return step
 
-    def part(self, run: DraftRun, key: Hashable, work: Callable[[], Any]) -> Any:
+    def part(self, run: DraftRun, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
         """Replay a drafter's work, whose result is read after the target's part of the step was replayed."""
         kind = self._kind(run, key, work, separate_pool=True)
         return work() if kind.graph is None else self._replay(kind)
 
-    def laid_out(self, draft: Draft, most_nodes: int, verifier: str) -> tuple[Hashable, Callable[[], Draft]]:
+    def laid_out(self, draft: Draft, most_nodes: int, verifier: str) -> tuple[tuple[str, ...], Callable[[], Draft]]:
         """Copy a draft to fixed tensors of a few sizes."""
         tokens = draft.tree.tokens
         if self._inputs is None:
@@ -141,8 +142,8 @@ class GraphCapture(Capture):
             if self._inputs.reserve_probs(draft.probs):
                 self.clear()
             probs, depth = self._inputs.probs(draft.probs, size), min(_bucket(draft.max_depth), size - 1)
-        key = f"{size} nodes to depth {depth}, distributions {None if probs is None else probs.probs.dtype}"
-        return key, lambda: Draft(TokenTree.unchecked(tree.tokens, tree.parents), probs, depth)
+        sizes = f"{size} nodes to depth {depth}, distributions {None if probs is None else probs.probs.dtype}"
+        return (sizes,), lambda: Draft(TokenTree.unchecked(tree.tokens, tree.parents), probs, depth)
 
     def clear(self) -> None:  # noqa: D102
         self._kinds.clear()
@@ -158,13 +159,13 @@ class GraphCapture(Capture):
         }
 
     def _kind(
-        self, run: DraftRun, key: Hashable, work: Callable[[], Any], *, separate_pool: bool = False
+        self, run: DraftRun, key: tuple[Any, ...], work: Callable[[], Any], *, separate_pool: bool = False
     ) -> _Kind:  # fmt: skip
         """Return a kind of work that is about to be done, captured if it is time."""
         if run.version != self._version:
             self.clear()
             self._version = run.version
-        name = str(key)
+        name = ", ".join(part if isinstance(part, str) else repr(part) for part in key)
         kind = self._kinds.setdefault(name, _Kind())
         self._kinds.move_to_end(name)
         kind.runs += 1

@@ -8,7 +8,7 @@ replayed: see ``capture``.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import fields, replace
 from functools import partial
@@ -89,14 +89,14 @@ class DecodeStep:
             self.seen.update(self.texts)
             num_calls = self._let_draft(self.run.prepare, self.seen, budget) or 0
             run, draft = self.run, None
-            kind: Hashable = budget, growth
+            key: tuple[Any, ...] = f"budget {budget}", growth
             propose: Callable[[], Draft] = partial(self._let_draft, run.propose, self.seen.pending, growth, budget)
             if not run.is_on_device:
                 draft = self._limited(propose() or self.run.propose(self.seen.pending, None, 1))
                 timer.lap("draft_s")
-                kind, propose = self.capture.laid_out(draft, self.state.max_nodes, self.verifier)
+                key, propose = self.capture.laid_out(draft, self.state.max_nodes, self.verifier)
             work = partial(self._work, propose, observes=draft is None, needs_logits=wanted.needs_logits)
-            step = self.capture.step(run, (kind, wanted.needs_logits), work, timer)
+            step = self.capture.step(run, key + ("with logits of the path",) * wanted.needs_logits, work, timer)
             if draft is not None:
                 step = replace(step, draft=draft)
                 self._let_draft(self.run.observe, step.acceptance)

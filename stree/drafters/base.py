@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class Draft:
 TreeProcessor = Callable[[TokenTree, Tensor], Tensor]
 
 
-def _at_once(run: DraftRun, key: Hashable, work: Callable[[], Draft]) -> Draft:
+def _at_once(run: DraftRun, key: tuple[Any, ...], work: Callable[[], Draft]) -> Draft:
     """Do a run's work."""
     return work()
 
@@ -91,7 +91,7 @@ class DraftRun:
     is_on_device: bool = False
     draft: Draft
     version: int = 0
-    launch: Callable[[DraftRun, Hashable, Callable[[], Draft]], Draft] = staticmethod(_at_once)
+    launch: Callable[[DraftRun, tuple[Any, ...], Callable[[], Draft]], Draft] = staticmethod(_at_once)
     seen: Seen | None = None
     processor: TreeProcessor | None = None
 

@@ -164,7 +164,7 @@ class _FusedRun(DraftRun):
         work = partial(self._drafting.propose, pending, growth, own)
         # What is hidden is chosen on the host, so such a draft is another one in every step.
         is_alike = self.hiding is None and self._drafting.is_on_device
-        draft = self.launch(self, ("drafts", own, growth), work) if is_alike else work()
+        draft = self.launch(self, (f"drafts of budget {own}", growth), work) if is_alike else work()
         draft = replace(draft, num_calls=draft.num_calls + num_calls)
         if self.hiding is not None:
             is_kept = self.hiding.shown
