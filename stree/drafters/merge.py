@@ -170,7 +170,8 @@ def missed_nodes(tree: TokenTree, is_on: Tensor, acceptance: Acceptance) -> Tens
 
 
 def without_children(proposal: Proposal, is_missed: Tensor) -> Proposal:
-    """Make padding of the children of bool[batch, n] nodes: as these were not verified, nothing is known of them."""
+    """Make padding of what is below bool[batch, n] nodes: as these were not verified, nothing is known of it."""
     tree = proposal.tree
-    parents = tree.parents.masked_fill(is_missed.gather(1, tree.parents.clamp(min=0).long()), -1)
-    return replace(proposal, tree=TokenTree.unchecked(tree.tokens, parents, tree.depths, tree.ancestor_mask))
+    is_below = (tree.ancestor_mask & is_missed[:, None]).any(-1) & ~is_missed
+    tokens, parents = tree.tokens.masked_fill(is_below, 0), tree.parents.masked_fill(is_below, -1)
+    return replace(proposal, tree=TokenTree.unchecked(tokens, parents, tree.depths, tree.ancestor_mask))
