@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from stree.kernels.clock import compile_seconds, compiling
-from stree.models.state import DecodeState, TreeInputs
+from stree.models.state import DecodeState
+from stree.models.tree_step import TreeInputs
 
 if TYPE_CHECKING:
     from stree.models.compiled_function import CompiledFunction

@@ -22,7 +22,8 @@ from stree.models.layers.base import LayerSpec, Site
 from stree.models.patching import is_hooked, is_patched, num_features, unpatch_forward
 from stree.models.placement import keep_on_device
 from stree.models.prefill_functions import route_functions, warn_of_torch_functions
-from stree.models.state import DecodeState, TreeStep
+from stree.models.state import DecodeState
+from stree.models.tree_step import TreeStep
 
 __all__ = ["PatchedModel"]
 

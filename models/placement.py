@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stree.models.patching import unpatched_forward, wrap_forward
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["keep_on_device", "step_on"]
 

@@ -5,22 +5,32 @@ Tensors are allocated, copied and committed per stack: all layers of one kind an
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stree.kernels.topology import AcceptedPath, Topology
 from stree.models.checks import check_rows
 from stree.models.deferred_commit import MAX_DEFERRED, DeferredCommit
 from stree.models.layers.base import LayerSpec, LayerStack, Prefilled, Site
 from stree.tree import TokenTree
 
-__all__ = ["DecodeState", "TreeInputs", "TreeStep"]
+__all__ = ["DecodeState", "recorded"]
+
+_is_recorded: ContextVar[bool] = ContextVar("is_recorded", default=False)
+
+
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Let a failure inside leave states as consistent as they were: operations are recorded there, and do not run."""
+    token = _is_recorded.set(True)
+    try:
+        yield
+    finally:
+        _is_recorded.reset(token)
 
 
 class DecodeState:
@@ -41,8 +51,7 @@ class DecodeState:
         deferred_rows: by site, the rows of that path in the layer's ``shared`` tensors.
         stack_tensors: those of every stack, in their order.
         layer_tensors: the same as those of every layer, in their order.
-        is_inconsistent: whether a commit or copy failed after some layers were changed.  A caller may reset it if no
-            layer was changed, as when a captured graph was never replayed.
+        is_inconsistent: whether a commit or copy failed after some layers were changed.
     """
 
     @torch.inference_mode(False)  # a state may be used after the block
@@ -152,8 +161,8 @@ class DecodeState:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Mark the state as inconsistent if the body raises."""
-        was_inconsistent, self.is_inconsistent = self.is_inconsistent, True
+        """Mark the state as inconsistent if the body raises, unless it is ``recorded``."""
+        was_inconsistent, self.is_inconsistent = self.is_inconsistent, not _is_recorded.get()
         yield
         self.is_inconsistent = was_inconsistent
 
@@ -227,74 +236,3 @@ class DecodeState:
         if self.deferred is not None:
             for site, (spec, slot) in self._slots.items():
                 self.deferred_rows[site] = tuple(rows[slot] for rows in self.deferred.rows.get(spec, ()))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeInputs:
-    """The tensors with which a model is called to score nodes ``first``.. of a tree of n nodes.
-
-    Attributes:
-        tokens: int64[batch, n - first].
-        parents: int32[batch, n].
-        mask: bool[batch, n, n], ancestors, each node included.
-        depths: int32[batch, n].
-        positions: int64[batch, n - first], or None where the model takes none.
-        others: further arguments of the model's forward, float[batch, n - first, ...] each.
-    """
-
-    tokens: Tensor
-    parents: Tensor
-    mask: Tensor
-    depths: Tensor
-    positions: Tensor | None
-    others: dict[str, Tensor]
-
-    @property
-    def first(self) -> int:
-        """Nodes that were scored by earlier calls."""
-        return self.parents.shape[1] - self.tokens.shape[1]
-
-    def tensors(self) -> list[Tensor]:
-        """List the tensors."""
-        positions = [] if self.positions is None else [self.positions]
-        return [self.tokens, self.parents, self.mask, self.depths, *positions, *self.others.values()]
-
-    def with_tensors(self, tensors: Sequence[Tensor]) -> TreeInputs:
-        """Return the same with other tensors in the order of ``tensors``."""
-        tokens, parents, mask, depths, *rest = tensors
-        positions = None if self.positions is None else rest.pop(0)
-        return TreeInputs(tokens, parents, mask, depths, positions, dict(zip(self.others, rest, strict=True)))
-
-
-@dataclass(eq=False)  # without slots: transformers 5.17 sets attributes on a RecurrentGemma's cache
-class TreeStep:
-    """The cache object with which a patched model is called to score a tree.
-
-    Attributes:
-        state: the state read, whose stash is written.
-        topology: the tree's shape, computed once for all layers.
-        first: nodes below it are in the stash already.
-        length_bound: int, rows of the context that attention reads; no sequence of the state is longer.
-        path: the deferred path that every layer commits before it scans, as nodes of the stash, or None.
-        entries: the same path as entries of ``deferred_rows``.
-        attending: index of the layer whose attention runs; a module that several layers share cannot store its own.
-        copies: the same step on other devices that hold layers, by device.
-    """
-
-    state: DecodeState
-    topology: Topology
-    first: int
-    length_bound: int
-    path: AcceptedPath | None = None
-    entries: AcceptedPath | None = None
-    attending: int = -1
-    copies: dict[torch.device, TreeStep] = dataclasses.field(default_factory=dict)
-
-    def deferred_rows(self, layer: int, spec: type[LayerSpec]) -> Any:
-        """Return the rows of the path that a layer's scan commits, or None where nothing was deferred."""
-        return None if self.entries is None else self.state.deferred_rows[layer, spec]
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Return the new rows unchanged and note the layer; the attention adapter stores them in the stash."""
-        self.attending = layer
-        return keys, values

@@ -20,7 +20,8 @@ from stree.models.layers.base import state_dtype
 from stree.models.layout import layout_of, sizes_of
 from stree.models.packed_linear import pack_linears
 from stree.models.patched_model import PatchedModel
-from stree.models.state import DecodeState, TreeInputs, TreeStep
+from stree.models.state import DecodeState
+from stree.models.tree_step import TreeInputs, TreeStep
 from stree.tree import TokenTree, checks_everywhere
 
 __all__ = ["TreeScorer"]

@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from stree.models.checks import is_integer
 from stree.models.common_vocabulary import CommonVocabularyLM
-from stree.models.state import TreeStep
 from stree.models.tree_lm import TreeLM
+from stree.models.tree_step import TreeStep
 
 __all__ = ["TrimmedLM", "head_of_rows", "kept_tokens", "rows_of", "with_head"]
 

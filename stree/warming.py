@@ -12,7 +12,7 @@ from typing import Any
 from stree.budget.controller import START
 from stree.budget.policy import BudgetPolicy, EverySize
 from stree.decode.batching import batch_for
-from stree.decode.cuda_graphs import WARM_UP
+from stree.decode.capture import WARM_UP
 from stree.decode.settings import Settings
 from stree.decode.step_cache import step_cache_of
 from stree.drafters import Drafter, SuffixDrafter

@@ -44,8 +44,11 @@ def conv_commit(window: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
     if accepted.conv_from is None or accepted.conv_rows is None or accepted.conv_keeps is None:
         return  # a filter of one tap has no window
     kept = window.gather(2, accepted.conv_from[:, None].expand(-1, channels, -1))
-    entered = take_rows(x, accepted.conv_rows, accepted.batch).transpose(1, 2)
-    torch.where(accepted.conv_keeps, kept, entered.to(window.dtype), out=window)
+    entered = take_rows(x, accepted.conv_rows, accepted.batch).to(window.dtype)
+    # Tap by tap: inductor does not vectorise loops over so few columns.
+    taps = [torch.where(accepted.conv_keeps[..., t], kept[..., t], entered[:, t]) for t in range(history)]
+    for t, tap in enumerate(taps):
+        window[..., t] = tap
 
 
 def conv_step(a: Operands) -> Tensor:

@@ -7,7 +7,8 @@ On the CPU these are torch's operators, where Triton launches they are one launc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ __all__ = ["Seen", "Texts", "emit", "unchecked_maxima"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
-    """The texts of a batch; ``emit`` alone writes to them within a step, to all but ``limit`` and ``stop``.
+    """The texts of a batch; ``emit`` alone writes to them within a step, to all but ``limit``, ``stop`` and ``nodes``.
 
     Attributes:
         tokens: int64[batch, max_length], prompt and new tokens; the pending one, the last, is at the row's ``lengths``.
@@ -29,6 +30,8 @@ class Texts:
         limit: int64[batch], most tokens of a text.
         is_finished: bool[batch].
         stop: int64[batch, tokens], tokens that end each text, padded by -1.
+        nodes: int64[batch], most nodes of each text's tree, root included; 0 or 1 drafts nothing.  None: no bound but a
+            step's.
     """
 
     tokens: Tensor
@@ -37,6 +40,7 @@ class Texts:
     limit: Tensor
     is_finished: Tensor
     stop: Tensor
+    nodes: Tensor | None = None
 
     @classmethod
     def empty(cls, batch: int, max_length: int, most_stops: int, device: torch.device) -> Texts:
@@ -48,6 +52,12 @@ class Texts:
             stop=lengths.new_full((batch, most_stops), -1),
         )  # fmt: skip
 
+    def select(self, rows: Tensor) -> Texts:
+        """Copy some texts, int64[batch']; rows may repeat."""
+        parts: list[Any] = [getattr(self, part.name) for part in fields(self)]
+        selected: list[Any] = [None if part is None else part[rows] for part in parts]
+        return Texts(*selected)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seen:
@@ -57,16 +67,18 @@ class Seen:
         tokens: int64[batch, max_length], those of ``Texts``; up to the pending one a step changes nothing.
         lengths: int64[batch], tokens before the pending one; a copy.
         pending: int64[batch], a copy.
+        nodes: that of ``Texts``, to which nothing writes within a step.
     """
 
     tokens: Tensor
     lengths: Tensor
     pending: Tensor
+    nodes: Tensor | None = None
 
     @classmethod
     def of(cls, texts: Texts) -> Seen:
         """Copy the present lengths and pending tokens."""
-        return cls(texts.tokens, texts.lengths.clone(), texts.pending.clone())
+        return cls(texts.tokens, texts.lengths.clone(), texts.pending.clone(), texts.nodes)
 
     def update(self, texts: Texts) -> None:
         """Copy the present lengths and pending tokens to the same memory, where captured work reads them."""

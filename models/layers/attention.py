@@ -20,7 +20,7 @@ from stree.models.fused.fused_layers import with_fused_rotary
 from stree.models.layers.base import LayerSpec, LayerStack, Placement, Prefilled, Zeros
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.patching import num_local_outputs
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["KvSpec", "KvStack", "patch_attention", "patch_with_copy", "shifted_left"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from stree.kernels import ops
 from stree.kernels.topology import AcceptedPath
 from stree.models.layers.base import LayerStack, Prefilled
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["ConvStack", "MambaStack", "RecurrentStack"]
 

@@ -19,7 +19,7 @@ from stree.models.layers.base import LayerSpec, Placement, Zeros, state_dtype
 from stree.models.layers.convolution import RecurrentStack
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.patching import num_features
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["DeltaSpec", "DeltaStack", "patch_delta_rule"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from stree.kernels import ops
 from stree.models.layers.base import LayerSpec, LayerStack, Placement, Prefilled, Zeros, state_dtype
 from stree.models.layers.mixer_patch import patch_mixer
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["LightningSpec", "LightningStack", "lightning_cache", "patch_lightning"]
 

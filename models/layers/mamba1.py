@@ -18,7 +18,7 @@ from stree.kernels.topology import AcceptedPath
 from stree.models.layers.base import LayerSpec, Placement, Zeros, state_dtype
 from stree.models.layers.convolution import MambaStack
 from stree.models.layers.mixer_patch import patch_mixer
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["Mamba1Spec", "Mamba1Stack", "patch_mamba1"]
 

@@ -17,7 +17,7 @@ from stree.models.fused.fused_layers import gated_norm
 from stree.models.layers.base import LayerSpec, Placement, Zeros, state_dtype
 from stree.models.layers.convolution import MambaStack
 from stree.models.layers.mixer_patch import patch_mixer
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["Mamba2Spec", "Mamba2Stack", "patch_mamba2"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from stree.models.fused.fused_layers import as_lazy_residual, in_fused_scope
 from stree.models.patching import patch_forward, unpatched_forward
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["patch_mixer"]
 

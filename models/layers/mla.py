@@ -18,7 +18,7 @@ from stree.kernels import ops
 from stree.models.layers.attention import patch_with_copy, shifted_left
 from stree.models.layers.base import LayerSpec, LayerStack, Placement, Prefilled, Zeros
 from stree.models.patching import is_linear
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["LatentSpec", "LatentStack", "patch_mla"]
 

@@ -23,7 +23,7 @@ from stree.models.layers.base import LayerSpec, Placement, Prefilled, Zeros, sta
 from stree.models.layers.convolution import RecurrentStack
 from stree.models.layers.mixer_patch import patch_mixer
 from stree.models.patching import is_hooked
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["BlockCache", "RgLruSpec", "RgLruStack", "patch_rg_lru"]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from stree.models.layers.base import LayerSpec, Placement, Zeros
 from stree.models.layers.convolution import ConvStack
 from stree.models.layers.mixer_patch import patch_mixer
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["ShortConvSpec", "ShortConvStack", "patch_short_conv"]
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from stree.decode.timing import StepTimer
+from stree.decode.step_result import StepTimer
 from stree.kernels.clock import wait_for
-from stree.models.state import TreeStep
+from stree.models.tree_step import TreeStep
 
 __all__ = ["ModuleTimer"]
 

@@ -17,14 +17,14 @@ from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.decode.stats import PARTS
 from stree.decode.step_cache import StepCache, step_cache_of
-from stree.decode.timing import StepTimer
+from stree.decode.step_result import StepTimer
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
 from stree.generation import generate
 from stree.growth import Growth
 from stree.kernels.clock import wait_for
-from stree.models.state import TreeStep
 from stree.models.state_size import measure_state, modules_by_kind, weight_bytes
 from stree.models.tree_lm import TreeLM
+from stree.models.tree_step import TreeStep
 from stree.sampling import Sampling
 
 __all__ = ["Shape", "bytes_moved", "copy_bandwidth", "profile", "profile_tables"]

@@ -73,7 +73,7 @@ def describe_model(config: Any, dtype: Any, *, trust_remote_code: bool = False) 
 
 def _sizes(lm: Any) -> dict[str, Any]:
     """Bytes that decoding takes, and what is kept of captured steps."""
-    from stree.decode.cuda_graphs import MOST_GRAPHS
+    from stree.decode.capture import MOST_GRAPHS
     from stree.decode.memory import state_bytes
     from stree.decode.step_cache import MAX_DECODE_STEPS
     from stree.models.state_size import measure_state

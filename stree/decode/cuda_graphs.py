@@ -1,4 +1,4 @@
-"""Device work that is captured once and replayed from then on: on CUDA, one graph for every kind of step.
+"""CUDA graphs: device work is captured once, in memory pools that all graphs of a target share.
 
 Work is a function without arguments that reads and writes tensors at fixed addresses, and whose host code does the same
 every time.
@@ -6,23 +6,15 @@ every time.
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 
-__all__ = ["CudaRecorder", "Graph", "GraphPools", "Graphs", "Recorder", "recovering"]
-
-WARM_UP = 2  # runs before a capture: one-time compilation and allocation must not be part of it
-MOST_GRAPHS = 32
-
-logger = logging.getLogger("stree")
+__all__ = ["CudaRecorder", "Graph", "GraphPools", "Recorder", "recovering"]
 
 _failed: list[Any] = []  # graphs whose capture failed: torch's allocator still points at them
 
@@ -141,103 +133,3 @@ class CudaRecorder:
         """Bytes that the caching allocator holds and cannot release."""
         torch.cuda.empty_cache()
         return int(torch.cuda.memory_reserved(self._device))
-
-
-@dataclass(slots=True)
-class _Kind:
-    """One kind of work: how often it ran, and its graph, if it has one."""
-
-    runs: int = 0
-    graph: Graph | None = None
-    out: Any = None
-    num_bytes: int = 0
-
-
-class Graphs:
-    """A least-recently-used cache of graphs.
-
-    Args:
-        recorder: captures them.
-        most: graphs that are kept.
-
-    Attributes:
-        problems: why kinds of work cannot be captured; they run without graphs.
-        num_replays: replays of all of them.
-        num_warm_ups: runs before a capture, and captures: their times are not those of replays.
-        is_capturing: whether work is being captured.
-        lock: see ``Recorder``.
-    """
-
-    def __init__(self, recorder: Recorder, most: int = MOST_GRAPHS) -> None:
-        self._recorder, self._most, self.lock = recorder, most, recorder.lock
-        self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
-        self.problems: dict[Hashable, str] = {}
-        self.num_replays = self.num_warm_ups = 0
-        self.is_capturing = False
-
-    def run(
-        self, key: Hashable, work: Callable[[], Any], on_failure: Callable[[], None], *, separate_pool: bool = False
-    ) -> tuple[Any, bool]:
-        """Do work: eagerly at first, then captured and replayed.
-
-        Args:
-            key: its kind; work of one kind always uses the same tensors and host numbers.
-            work: what to do.
-            on_failure: called after a failed capture, of which nothing has run on the device, before work runs eagerly.
-            separate_pool: whether its output is read after work of the other pool was replayed.
-
-        Returns:
-            What work returned, now or when it was captured, and whether it was replayed.
-        """
-        kind = self._kinds.setdefault(key, _Kind())
-        self._kinds.move_to_end(key)
-        kind.runs += 1
-        self.num_warm_ups += kind.graph is None and key not in self.problems
-        if kind.graph is None and kind.runs > WARM_UP and key not in self.problems:
-            self._capture(key, kind, work, on_failure, separate_pool=separate_pool)
-        if kind.graph is None:
-            return work(), False
-        kind.graph.replay()
-        self.num_replays += 1
-        return kind.out, True
-
-    def clear(self) -> None:
-        """Drop all graphs, since tensors that they use were replaced."""
-        self._kinds.clear()
-
-    def report(self) -> dict[str, Any]:
-        """Graphs, their bytes, replays, and what could not be captured, JSON-able."""
-        captured = [kind for kind in self._kinds.values() if kind.graph is not None]
-        return {
-            "graphs": len(captured),
-            "graph_bytes": sum(kind.num_bytes for kind in captured),
-            "replays": self.num_replays,
-            "not_captured": {str(key): problem for key, problem in self.problems.items()},
-        }
-
-    def _capture(
-        self,
-        key: Hashable,
-        kind: _Kind,
-        work: Callable[[], Any],
-        on_failure: Callable[[], None],
-        *,
-        separate_pool: bool,
-    ) -> None:
-        """Capture a kind of work; a failure is logged, and the kind is not tried again."""
-        captured = [other for other, known in self._kinds.items() if known.graph is not None]
-        if len(captured) >= self._most:
-            del self._kinds[captured[0]]
-        before = self._recorder.allocated()
-        self.is_capturing = True
-        try:
-            kind.graph, kind.out = self._recorder.capture(work, separate_pool=separate_pool)
-        except Exception as problem:  # a model's own code may do anything that no graph can hold
-            kind.graph = None
-            self.problems[key] = f"{type(problem).__name__}: {problem}"[:500]
-            logger.warning("a step (%s) runs without a CUDA graph: %s", key, self.problems[key])
-            on_failure()
-            return
-        finally:
-            self.is_capturing = False
-        kind.num_bytes = max(self._recorder.allocated() - before, 0)

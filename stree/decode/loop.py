@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stree.budget.policy import BudgetPolicy
-from stree.decode.captured_step import CapturedStep
+from stree.decode.capture import Capture
 from stree.decode.logprobs import token_logprobs
 from stree.decode.memory import Extent, draft_nodes
 from stree.decode.prompts import PrefilledPrompt
@@ -109,7 +109,7 @@ class DecodeLoop:
         self._key = None if self.step_cache is None else self.key(policy, size)
         step = None if self.step_cache is None else self.step_cache.take(self._key)
         step = self._step = self._new_step(size, policy) if step is None else step
-        self._replays = self._replays_before = self._num_replays()
+        self._replays = self._replays_before = step.capture.num_replays
         requests = [sequence.request for sequence in sequences]
         logits = step.fill(self.drafter, [*requests, *[EMPTY] * (size - len(requests))])
         if self.batch.refills and not step.run.can_begin:
@@ -158,7 +158,7 @@ class DecodeLoop:
     def advance(self) -> None:
         """Launch a step, and read the oldest one that the host does not run ahead of."""
         result = self._step(self.policy.growth, self.policy.next(), self.sequences.wanted)
-        self._launched.append((result, [*self.sequences.rows], self._num_replays(), self.policy))
+        self._launched.append((result, [*self.sequences.rows], self._step.capture.num_replays, self.policy))
         if len(self._launched) > self._is_pipelined():
             self._read()
             for row in self.sequences.cancel():
@@ -184,8 +184,8 @@ class DecodeLoop:
             **self.reported,
             "rows": [sequence.counts.report() for sequence in sequences],
         }
-        if self.is_started and self._step.graphs is not None:
-            report["graphs"] = {**self._step.graphs.report(), "replays": self._replays - self._replays_before}
+        if self.is_started and self.step_cache is not None:
+            report["graphs"] = {**self._step.capture.report(), "replays": self._replays - self._replays_before}
         has_logprobs = any(sequence.request.logprobs is not None for sequence in sequences)
         logprobs = [sequence.logprobs for sequence in sequences] if has_logprobs else None
         steps = [[*sequence.steps] for sequence in sequences] if self.batch.keeps_probs else None
@@ -262,9 +262,8 @@ class DecodeLoop:
             "max_length": self.max_length(policy), "most_stops": self.batch.most_stops,
             "processor": self.batch.processor, "keeps_probs": self.batch.keeps_probs,
         }  # fmt: skip
-        if self.step_cache is None:
-            return DecodeStep(self.lm, state, **options)
-        return CapturedStep(self.lm, state, graphs=self.step_cache.graphs(), **options)
+        capture = Capture() if self.step_cache is None else self.step_cache.capture()
+        return DecodeStep(self.lm, state, capture=capture, **options)
 
     def extent(self, policy: BudgetPolicy) -> Extent:
         """Return the sizes of what the batch allocates."""
@@ -287,6 +286,3 @@ class DecodeLoop:
         """Take the time since ``start``, and apart from it that of compiling."""
         self.stats.total_s = clock() - self._began
         self.stats.warm_up_s = compile_seconds() - self._compiled_before
-
-    def _num_replays(self) -> int:
-        return 0 if self._step.graphs is None else self._step.graphs.num_replays

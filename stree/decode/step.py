@@ -2,7 +2,7 @@
 
 Nothing here reads the device.  What a step leaves for the next one is in tensors that are written in place, stop tokens
 and lengths are checked on the device, and the host reads a step's tokens later.  So a step can be captured once and
-replayed: see ``captured_step``.
+replayed: see ``capture``.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stree.decode import debug
-from stree.decode.cuda_graphs import Graphs
+from stree.decode.capture import Capture
 from stree.decode.logits_processors import NodeProcessor, TreeProcessing
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Request
 from stree.decode.step_records import path_probs
-from stree.decode.step_result import LaunchedStep, StepResult, Wanted
-from stree.decode.timing import StepTimer
+from stree.decode.step_result import LaunchedStep, StepResult, StepTimer, Wanted, on_path
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
+from stree.drafters.merge import keep_first
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen, Texts, emit, unchecked_maxima
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Random
-from stree.tree import TokenTree
-from stree.verify import Acceptance, Verifier, accept
+from stree.verify import Verifier, accept
 
 __all__ = ["DecodeStep"]
 
@@ -52,6 +52,8 @@ class DecodeStep:
         most_stops: most stop tokens of a sequence.
         processor: of the logits of target and draft model, or None; it learns which request each row holds.
         keeps_probs: whether the probabilities of the accepted paths are computed.
+        capture: launches the device work; None: operation by operation.
+        nodes: see ``Texts``.
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.
@@ -60,20 +62,20 @@ class DecodeStep:
         run: the drafter's run for the same sequences, from ``fill`` on.
         problem: why decoding went on without the drafter, or None.
         hidden_layers: layers of the target whose hidden states the drafter reads, or None.
-        graphs: CUDA graphs of captured steps, or None where every operation of every step is launched.
     """
 
     run: DraftRun
     problem: Exception | None = None
-    graphs: Graphs | None = None
 
     def __init__(
         self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str | Verifier, max_length: int,
         most_stops: int = 0, processor: NodeProcessor | None = None, keeps_probs: bool = False,
+        capture: Capture | None = None, nodes: Tensor | None = None,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
-        self._processing = TreeProcessing(processor)
-        self.texts = Texts.empty(len(state.lengths), max_length, most_stops, state.lengths.device)
+        self._processing, self.capture = TreeProcessing(processor), capture or Capture()
+        texts = Texts.empty(len(state.lengths), max_length, most_stops, state.lengths.device)
+        self.texts = replace(texts, nodes=nodes)
         self.seen = Seen.of(self.texts)
         self._seeds = torch.zeros_like(self.texts.lengths)
         self.rng = Random(self._seeds, self._seeds.clone(), self.seen.lengths)
@@ -83,10 +85,28 @@ class DecodeStep:
 
     def __call__(self, growth: Growth | None, budget: int, wanted: Wanted = Wanted()) -> StepResult:  # noqa: B008
         """Launch a step of at most ``budget`` nodes a sequence, and the copies of what the host reads of it."""
-        step = self._launch(self._bound(growth), budget, needs_logits=wanted.needs_logits)
-        result = step.to_host(wanted)
-        if self._is_debug:
-            debug.check_and_poison(step, self.texts, self.rng.seed, self.rng.sequences, self.state.lengths)
+        growth = self._bound(growth)
+        with self.capture.lock:  # a replay overwrites what another thread's has not copied yet
+            timer, num_warm_ups = StepTimer(self.state.lengths.device), self.capture.num_warm_ups
+            self.seen.update(self.texts)
+            num_calls = self._let_draft(self.run.prepare, self.seen, budget) or 0
+            run, draft = self.run, None
+            key: tuple[Any, ...] = f"budget {budget}", growth
+            propose: Callable[[], Draft] = partial(self._let_draft, run.propose, self.seen.pending, growth, budget)
+            if not run.is_on_device:
+                draft = self._limited(propose() or self.run.propose(self.seen.pending, None, 1))
+                timer.lap("draft_s")
+                key, propose = self.capture.laid_out(draft, self.state.max_nodes, self.verifier)
+            work = partial(self._work, propose, observes=draft is None, needs_logits=wanted.needs_logits)
+            step = self.capture.step(run, key + ("with logits of the path",) * wanted.needs_logits, work, timer)
+            if draft is not None:
+                step = replace(step, draft=draft)
+                self._let_draft(self.run.observe, step.acceptance)
+                timer.lap("draft_s")
+            is_steady = self.capture.num_warm_ups == num_warm_ups
+            result = replace(step, timer=timer, is_steady=is_steady, num_calls=num_calls).to_host(wanted)
+            if self._is_debug:
+                debug.check_and_poison(step, self.texts, self.rng.seed, self.rng.sequences, self.state.lengths)
         return result
 
     def _bound(self, growth: Growth | None) -> Growth | None:
@@ -95,43 +115,46 @@ class DecodeStep:
             self._growth = growth, None if growth is None else growth.bind(self.sampling)
         return self._growth[1]
 
-    def _launch(self, growth: Growth | None, budget: int, *, needs_logits: bool) -> LaunchedStep:
-        timer = StepTimer(self.state.lengths.device)
-        draft = self._propose(growth, budget)
+    def _work(
+        self, propose: Callable[[], Draft], timer: StepTimer, *, observes: bool, needs_logits: bool
+    ) -> LaunchedStep:
+        """Propose, verify, accept, emit, commit, observe; the last one only where the drafter is on the device."""
+        draft = propose() or self.run.propose(self.seen.pending, None, 1)
+        draft = self._limited(draft) if observes else draft
         timer.lap("draft_s")
-        result = self._verify(draft, timer, needs_logits=needs_logits)
-        self._observe(result.acceptance)
-        timer.lap("draft_s")
-        return result
-
-    def _verify(self, draft: Draft, timer: StepTimer, *, needs_logits: bool) -> LaunchedStep:
-        """Do the target's part of a step: verify, accept, commit, emit."""
         raw, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
         logits = self._processing.target(self.seen, draft.tree, raw)
         timer.lap("verify_s")
         acceptance = accept(draft.tree, logits, self.sampling, self.rng, draft.probs, self.verifier, draft.max_depth)
-        acceptance = replace(acceptance, path_lengths=acceptance.path_lengths.masked_fill(self.texts.is_finished, 0))
-        if hidden is not None:
-            path = acceptance.path.clamp(min=0).long()[..., None, None]
-            acceptance = replace(acceptance, hidden=hidden.take_along_dim(path.to(hidden.device), 1))
-        timer.lap("accept_s")
-        report = self._emit(draft.tree, acceptance, logits)
+        lengths = acceptance.path_lengths.masked_fill(self.texts.is_finished, 0)
+        hidden = None if hidden is None else on_path(hidden, acceptance.path)
+        acceptance = replace(acceptance, path_lengths=lengths, hidden=hidden)
+        report = emit(
+            draft.tree.tokens, acceptance.path, lengths, acceptance.next_token, self.texts, unchecked_maxima(logits),
+            may_be_infinite=self.sampling.is_greedy,
+        )  # fmt: skip
         timer.lap("accept_s")
         # A text that ends within the path is committed up to its last token, which is pending.
-        lengths = acceptance.path_lengths.minimum(report[:, -3].int())
+        lengths = lengths.minimum(report[:, -3].int())
         self._processing.refuse_path_ends(logits, acceptance.path, lengths)
         self.lm.commit(self.state, acceptance.path, lengths)
         timer.lap("commit_s")
-        on_path = raw_on_path = None
-        if needs_logits:
-            path = acceptance.path.clamp(min=0).long()[..., None]
-            on_path = raw_on_path = logits.take_along_dim(path, 1)
-            if raw is not logits:
-                raw_on_path = raw.take_along_dim(path, 1)
-        kept, probs = logits if self._is_debug else None, None
-        if self._keeps_probs:
-            probs = path_probs(draft, acceptance, logits, report[:, :-3], self.sampling, self.verifier)
-        return LaunchedStep(draft, acceptance, on_path, raw_on_path, report, timer, logits=kept, path_probs=probs)
+        path_logits = on_path(logits, acceptance.path) if needs_logits else None
+        raw_path_logits = path_logits if raw is logits or not needs_logits else on_path(raw, acceptance.path)
+        given = draft, acceptance, logits, report[:, :-3], self.sampling, self.verifier
+        probs = path_probs(*given) if self._keeps_probs else None
+        if observes:
+            self._let_draft(self.run.observe, acceptance)
+            timer.lap("draft_s")
+        if not self._is_debug:
+            draft = replace(draft, probs=None, grown=None)  # a graph keeps what its work returns
+        kept = logits if self._is_debug else None
+        path = path_logits, raw_path_logits, report
+        return LaunchedStep(draft, acceptance, *path, timer, logits=kept, path_probs=probs)
+
+    def _limited(self, draft: Draft) -> Draft:
+        """Cut the trees of rows that may have fewer nodes, whatever has drafted them."""
+        return draft if self.seen.nodes is None else replace(draft, tree=keep_first(draft.tree, self.seen.nodes))
 
     def _rng_at_ends(self) -> Random:
         """Return the random numbers at the ends of the texts, which are copied: ``emit`` advances them in place."""
@@ -144,43 +167,26 @@ class DecodeStep:
         logits, hidden = run(*inputs, hidden_layers=self.hidden_layers)
         return logits, hidden
 
-    def _propose(self, growth: Growth | None, budget: int) -> Draft:
-        """Let the drafter propose; where it fails, decoding goes on without it."""
-        self.seen.update(self.texts)
+    def _let_draft(self, part: Callable[..., Any], *inputs: Any) -> Any:
+        """Call a method of the drafter's run; where it fails, decoding goes on without it, and None is returned."""
         try:
-            return self.run.propose(self.seen.pending, growth, budget)
+            return part(*inputs)
         except Exception as problem:
             self._decode_without_drafter(problem)
-            return self.run.propose(self.seen.pending, None, 1)
-
-    def _observe(self, acceptance: Acceptance) -> None:
-        """Pass the accepted paths to the drafter; where it fails, decoding goes on without it."""
-        try:
-            self.run.observe(acceptance)
-        except Exception as problem:
-            self._decode_without_drafter(problem)
-
-    def _emit(self, tree: TokenTree, acceptance: Acceptance, logits: Tensor) -> Tensor:
-        """Append the accepted tokens, cut at stops and limits: see `stree.kernels.step.texts.emit`.
-
-        ``accept`` has checked the logits where the host can read them; elsewhere the report says what it would refuse.
-        """
-        return emit(
-            tree.tokens, acceptance.path, acceptance.path_lengths, acceptance.next_token, self.texts,
-            unchecked_maxima(logits), may_be_infinite=self.sampling.is_greedy,
-        )  # fmt: skip
+            return None
 
     def _decode_without_drafter(self, problem: Exception) -> None:
         """Fail over to plain decoding, unless memory ran out or the device failed: the target would be next."""
-        if isinstance(problem, (torch.OutOfMemoryError, torch.AcceleratorError)):
+        if self.capture.is_capturing or isinstance(problem, (torch.OutOfMemoryError, torch.AcceleratorError)):
             raise problem
         logger.warning("the drafter failed, decoding goes on without it: %s: %s", type(problem).__name__, problem)
         self.problem = problem
         self._use(NoDrafter().start(self.lm.vocab_size, [], self.rng))
 
     def _use(self, run: DraftRun) -> None:
-        """Let a run draft, with the batch's texts and logits processor."""
-        self.run, run.seen, run.processor = run, self.seen, self._processing.draft(self.seen)
+        """Let a run draft, with the batch's logits processor."""
+        self.capture.clear()
+        self.run, run.launch, run.processor = run, self.capture.part, self._processing.draft(self.seen)
 
     def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """Prefill a text in every row, in place of those that were there.
@@ -219,10 +225,7 @@ class DecodeStep:
         Its prompt is run, unless it was run before into a state of one row and the same sizes.
         """
         self._write(row, request)
-        try:
-            self.run.begin([row], [request.prompt])
-        except Exception as problem:
-            self._decode_without_drafter(problem)
+        self._let_draft(self.run.begin, [row], [request.prompt])
         if prefilled is None:
             logits, hidden = self._recorded(self.lm.prefill_row, self.state, row, torch.tensor([request.prompt]))
         else:
@@ -241,11 +244,11 @@ class DecodeStep:
         """
         other, index = copy(self), torch.tensor(rows, device=self._seeds.device)
         other.state, other._seeds = self.state.select(index), self._seeds[index]
-        other.texts = Texts(*(getattr(self.texts, part.name)[index] for part in fields(Texts)))
-        other.seen = Seen.of(other.texts)
+        other.texts = texts = self.texts.select(index)
+        other.seen = Seen.of(texts)
         other.rng = Random(other._seeds, self.rng.sequences[index], other.seen.lengths)
-        kinds = {request.sampling for request in requests}
-        other.sampling, other._growth = BatchSampling(kinds, len(rows), index.device), (None, None)
+        sampling = BatchSampling({request.sampling for request in requests}, len(rows), index.device)
+        other.sampling, other._growth = sampling, (None, None)
         for row, request in enumerate(requests):
             other._write_rules(row, request)
         other._use(self.run.select(index, other._rng_at_ends()))

@@ -10,7 +10,8 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
-from stree.decode.cuda_graphs import CudaRecorder, Graphs, Recorder
+from stree.decode.capture import GraphCapture
+from stree.decode.cuda_graphs import CudaRecorder, Recorder
 from stree.decode.step import DecodeStep
 from stree.drafters import Drafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.models.tree_lm import TreeLM
@@ -54,9 +55,9 @@ class StepCache:
         """Drop all decode steps, their states and graphs."""
         self._decode_steps.clear()
 
-    def graphs(self) -> Graphs:
+    def capture(self) -> GraphCapture:
         """An empty set of graphs for a new decode step."""
-        return Graphs(self.recorder)
+        return GraphCapture(self.recorder)
 
     def report(self) -> list[dict[str, Any]]:
         """Batch, length, nodes, bytes of the state, graphs and their bytes of each decode step, JSON-able."""
@@ -64,7 +65,7 @@ class StepCache:
             {
                 "batch": decode_step.state.batch_size, "max_length": decode_step.state.max_length,
                 "max_nodes": decode_step.state.max_nodes, "state_bytes": decode_step.state.num_bytes,
-                **(decode_step.graphs.report() if decode_step.graphs is not None else {}),
+                **decode_step.capture.report(),
             }
             for decode_step, _ in self._decode_steps.values()
         ]  # fmt: skip

@@ -1,19 +1,66 @@
-"""What one step leaves: tensors of the step, which the next one overwrites, and what is copied of them to the host."""
+"""What one step leaves: tensors, which the next one overwrites, what is copied of them to the host, and times.
+
+The parts of a step are timed by the host's clock without compilation, or by CUDA events, without synchronising.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stree.decode.logprobs import token_logprobs
-from stree.decode.timing import StepTimer
 from stree.drafters import Draft
+from stree.kernels.clock import elapsed, mark, wait_for
 from stree.kernels.host_copies import arrival, to_host
 from stree.verify import Acceptance
 
-__all__ = ["LaunchedStep", "StepResult", "StepTrees", "Wanted"]
+__all__ = ["LaunchedStep", "Shares", "StepResult", "StepTimer", "StepTrees", "Wanted", "on_path"]
+
+Shares = Sequence[tuple[str, float]]  # parts of a step, and the share of a time span that each took
+
+
+class StepTimer:
+    """Time spans of one step, each charged to a part or divided between parts.
+
+    Args:
+        device: on CUDA the ends of spans are events, so that making one does not synchronise.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._spans: list[tuple[Shares, Any, Any]] = []
+        self._last = mark(device)
+
+    def lap(self, part: str | Shares) -> None:
+        """Charge the time since the last lap to a part, or to several: a replayed graph is timed as a whole."""
+        now = mark(self.device)
+        self._spans.append(([(part, 1.0)] if isinstance(part, str) else part, self._last, now))
+        self._last = now
+
+    def include(self, other: StepTimer) -> None:
+        """Take over the laps of work that has its own timer."""
+        self._spans += other._spans
+        self._last = other._last
+
+    def seconds(self) -> dict[str, float]:
+        """Sum the seconds of each part; on a device, of a step that has ended."""
+        seconds: dict[str, float] = {}
+        for shares, begin, end in self._spans:
+            whole = elapsed(begin, end)
+            for part, share in shares:
+                seconds[part] = seconds.get(part, 0.0) + share * whole
+        return seconds
+
+    def shares(self) -> Shares:
+        """Parts and their shares of the whole time, once the device has ended the step."""
+        wait_for(self.device)
+        parts = self.seconds()
+        whole = max(sum(parts.values()), 1e-12)
+        return [(part, time_s / whole) for part, time_s in parts.items()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +160,7 @@ class LaunchedStep:
         report: as in ``StepResult``.
         timer: times of its parts.
         is_steady: as in ``StepResult``.
+        num_calls: draft calls before the draft was proposed.
         logits: float[batch, n, vocab], of the tree's nodes, where memory is checked; else None.
         path_probs: float[batch, m, 2], see the function of that name, or None.
     """
@@ -124,6 +172,7 @@ class LaunchedStep:
     report: Tensor
     timer: StepTimer
     is_steady: bool = True
+    num_calls: int = 0
     logits: Tensor | None = None
     path_probs: Tensor | None = None
 
@@ -139,9 +188,14 @@ class LaunchedStep:
             estimates = (None if part is None else to_host(part) for part in (self.path_probs, self.draft.values))
             path = to_host(self.acceptance.path)
             trees = StepTrees(to_host(tree.tokens), to_host(tree.parents), path, *estimates)
-        report = to_host(self.report)
+        report, logits = to_host(self.report), self.path_logits if wanted.logits else None
         return StepResult(
-            report, self.timer, tree.tokens.shape[1], self.draft.num_calls, self.draft.is_reused, self.is_steady,
-            self.path_logits.clone() if wanted.logits and self.path_logits is not None else None, logprobs, trees,
-            arrival(self.report.device),
+            report, self.timer, tree.tokens.shape[1], self.num_calls + self.draft.num_calls, self.draft.is_reused,
+            self.is_steady, None if logits is None else logits.clone(), logprobs, trees, arrival(self.report.device),
         )  # fmt: skip
+
+
+def on_path(values: Tensor, path: Tensor) -> Tensor:
+    """Take from [batch, n, ...] values of nodes those of the nodes of int32[batch, m] paths; any where it is -1."""
+    nodes = path.clamp(min=0).long().view(*path.shape, *[1] * (values.dim() - 2))
+    return values.take_along_dim(nodes.to(values.device), 1)

@@ -4,7 +4,6 @@ A drafter of your own derives from ``Drafter``, and the run that its ``start`` r
 """
 
 from stree.drafters.base import (
-    Capture,
     Draft,
     Drafter,
     DraftRun,
@@ -21,6 +20,6 @@ from stree.drafters.suffix import SuffixDrafter
 from stree.kernels.step.texts import Seen
 
 __all__ = [
-    "DRAFTERS", "Capture", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HeadDrafter", "ModelDrafter", "NoDrafter",
+    "DRAFTERS", "Draft", "DraftRun", "Drafter", "FusedDrafter", "HeadDrafter", "ModelDrafter", "NoDrafter",
     "Seen", "SuffixDrafter", "TreeProcessor", "check_vocabulary", "load", "padded_prompts",
 ]  # fmt: skip

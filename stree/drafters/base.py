@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs
 
 __all__ = [
-    "Capture", "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "in_turn", "padded_prompts",
+    "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "in_turn", "padded_prompts",
 ]  # fmt: skip
 
 
@@ -55,13 +54,13 @@ class Draft:
         return self.probs
 
 
-# Runs device work of a run under a name: eagerly at first, later as the replay of a captured graph.  Returns what the
-# work returned, and whether it was replayed.
-Capture = Callable[["DraftRun", str, Callable[[], Any]], tuple[Any, bool]]
-
-
 # Changes float[batch, columns, vocab] logits of the last columns of a draft model's own tree, whose root is column 1.
 TreeProcessor = Callable[[TokenTree, Tensor], Tensor]
+
+
+def _at_once(run: DraftRun, key: tuple[Any, ...], work: Callable[[], Draft]) -> Draft:
+    """Do a run's work."""
+    return work()
 
 
 class DraftRun:
@@ -74,13 +73,14 @@ class DraftRun:
         can_select: a run of some of its rows can be made between two steps (``select``).
         can_extend: its tree may be verified with another drafter's nodes added; needed by FusedDrafter, which replaces
             ``draft`` by the united one.
-        is_capturable: ``propose`` and ``observe`` run on the device alone, so that a whole step can be captured and
-            replayed as a CUDA graph (``settle``, ``replayed``, ``give_up``, ``version``).
-        can_replay_proposals: ``propose`` alone can be captured too; ``draft`` holds all that ``observe`` reads of it.
-        draft: the draft that is verified.  A run that has ``can_extend`` or ``can_replay_proposals`` sets it in
-            ``propose`` and reads it in ``observe``; between them it is set when a captured proposal is replayed, and
-            when nodes are added.  A run of DELTA nodes finds those anywhere in a united tree: it learns from tokens.
-        capture: captures device work of a run that as a whole runs on the host; None where nothing is captured.
+        is_on_device: ``propose`` and ``observe`` do the same work on the device in every step of one growth and budget,
+            and nothing on the host that a later step reads: what they do can be replayed.
+        draft: the draft that is verified.  A run that has ``can_extend`` sets it in ``propose`` and reads all that it
+            needs from it in ``observe``; between them it is set when nodes are added.  A run of DELTA nodes finds those
+            anywhere in a united tree: it learns from tokens.
+        version: another number whenever tensors that outlive a step were replaced.
+        launch: called with this run, does work of a part of it that is on the device; what has one key is always alike.
+            A decode step sets it.
         seen: the texts as the decode step found them, their pending tokens included; None in a run that is used alone.
         processor: processes a draft model's logits as the target's are; None where these are not processed.
     """
@@ -88,16 +88,21 @@ class DraftRun:
     can_begin: bool = False
     can_select: bool = False
     can_extend: bool = False
-    is_capturable: bool = False
-    can_replay_proposals: bool = False
+    is_on_device: bool = False
     draft: Draft
-    capture: Capture | None = None
+    version: int = 0
+    launch: Callable[[DraftRun, tuple[Any, ...], Callable[[], Draft]], Draft] = staticmethod(_at_once)
     seen: Seen | None = None
     processor: TreeProcessor | None = None
 
-    @property
-    def version(self) -> int:
-        """Changes whenever tensors that captured work reads or writes were replaced."""
+    def prepare(self, seen: Seen, budget: int) -> int:
+        """Do what only the next step needs of the host, before it drafts; return the draft calls that it took.
+
+        Args:
+            seen: the texts as the decode step has found them.
+            budget: of the tree to come.
+        """
+        self.seen = seen
         return 0
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
@@ -143,29 +148,6 @@ class DraftRun:
     def leave(self, count: Tensor) -> bool:
         """Draft int64[batch] nodes fewer in the next step, by a growth that draws by value; return whether it does."""
         return False
-
-    def settle(self, pending: Tensor, budget: int) -> int:
-        """Do work that only the next step needs and that captured graphs leave out; return its draft calls."""
-        return 0
-
-    def replayed(self, budget: int) -> None:
-        """Update host-side counters after a replayed step, whose host code did not run."""
-
-    def give_up(self) -> None:
-        """Undo host-side changes of a step whose capture failed: nothing of it ran on the device."""
-
-    def propose_captured(self, pending: Tensor, growth: Growth | None, budget: int, capture: Capture | None) -> Draft:
-        """Call ``propose`` through ``capture`` where proposals can be replayed, else directly."""
-        if capture is None or budget == 1 or not self.can_replay_proposals:
-            return self.propose(pending, growth, budget)
-        num_calls = self.settle(pending, budget)
-        draft: Draft
-        work = partial(self.propose, pending, growth, budget)
-        draft, is_replayed = capture(self, f"drafts of budget {budget}, {growth!r}", work)
-        if is_replayed:
-            self.draft = draft
-            self.replayed(budget)
-        return replace(draft, num_calls=draft.num_calls + num_calls)
 
 
 class Drafter:

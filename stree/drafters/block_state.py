@@ -73,8 +73,16 @@ class BlockState(FeatureState):
             self.most_behind = 0
         return 0
 
-    def verify(self, tree: TokenTree, first: int) -> Tensor:
-        """Return the logits of what follows the nodes ``first``.. of a growing tree; the first call runs the block."""
+    def fitted(self, plan: Plan) -> Plan:
+        """Return a plan whose trees lie within a block."""
+        return within_block(super().fitted(plan), self.head.num_drafted)
+
+    def num_calls(self, num_scored: int) -> int:
+        """Count the call for the block."""
+        return min(num_scored, 1)
+
+    def node_logits(self, tree: TokenTree, first: int) -> Tensor:
+        """Look up the logits of the positions after the nodes ``first``..; the first call runs the block."""
         if first == 0:
             self._slots = self.head.slots(self._cache, tree.tokens[:, 0])
         return self.head.node_logits(self._slots, tree.depths[:, first:], tree.tokens[:, first:])

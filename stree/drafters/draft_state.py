@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from stree.drafters.base import Draft, padded_prompts
-from stree.growth import Proposal
+from stree.drafters.tree_builder import narrowed
+from stree.growth import Plan, Proposal
 from stree.kernels.dispatch import fixes_shapes, host_bound
 from stree.kernels.step.bookkeeping import path_on_columns
 from stree.kernels.step.texts import Seen
@@ -74,6 +75,27 @@ class DraftState:
         """The model's own state, once ``run_prompts`` was called."""
         assert self._state is not None, "a tree begins the run"
         return self._state
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._lm.device
+
+    def fitted(self, plan: Plan) -> Plan:
+        """Return a plan whose trees the model can run."""
+        return narrowed(plan)
+
+    def score(self, tree: TokenTree, first: int) -> Tensor:
+        """Run the columns ``first``.. of a growing tree; return their logits, but for the first column's."""
+        logits = self._lm.verify(self.decode_state, tree, first)
+        return logits if first else logits[:, 1:]
+
+    def num_calls(self, num_scored: int) -> int:
+        """Count the model's calls for a tree after ``score`` was called so often."""
+        return num_scored
+
+    def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
+        """Read the target's hidden states of prompts, where they are needed: see ``DraftRun.read_prompts``."""
 
     def run_prompts(self) -> None:
         """Run the prompts, unless they were run; plain decoding never needs them."""
@@ -140,25 +162,15 @@ class DraftState:
             longer = 2 * length if length > state.max_length else 0
             self._resize(max(state.max_length, longer), max(nodes, state.max_nodes))
 
-    def forget_pending(self) -> None:
-        """Drop a tree that was verified on the host only, by a capture that failed."""
-        if self._state is not None:
-            self._state.is_inconsistent = False
-
     def follow(self, draft: Draft, acceptance: Acceptance) -> None:
         """Advance the state by what was run; what was not is run before the next tree."""
         path, lengths, grown = acceptance.path, acceptance.path_lengths, draft.grown
         self._is_united = draft.is_united
-        if grown is None or draft.is_united:
-            self.most_behind += path.shape[1]
+        self.most_behind += path.shape[1] * draft.is_united  # the token of a plain step was counted before it
         if grown is not None:
             state = self.decode_state
             state.pending_tree = grown.scored  # the host did not see it run where a proposal was replayed
             self._lm.commit(state, *path_on_columns(path, lengths, draft.column, grown.scored.tokens.shape[1]))
-
-    def replayed(self, *, was_drafted: bool) -> None:
-        """Count what a replayed step has left to be run."""
-        self.most_behind += not was_drafted
 
     def catch_up(self, seen: Seen) -> int:
         """Run and commit what is missing of the texts, but for the last tokens; return the draft calls it took."""

@@ -13,6 +13,7 @@ from stree.drafters.draft_state import DraftState
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash import OneShotHead
 from stree.models.tree_lm import TreeLM
+from stree.tree import TokenTree
 from stree.verify import Acceptance
 
 __all__ = ["FeatureState"]
@@ -40,7 +41,20 @@ class FeatureState(DraftState):
         lengths = torch.tensor([len(self.prompts[row]) for row in rows], device=device)
         features = self.head.project(hidden.to(device))
         every = features.new_zeros(batch, *features.shape[1:]).index_copy_(0, index, features)
+        self.most_behind += every.shape[1]
         self._put(every, torch.zeros_like(self._number).index_copy_(0, index, lengths))
+
+    def score(self, tree: TokenTree, first: int) -> Tensor:
+        """As a draft model, without the first column's token, which was read with the target's features."""
+        below = TokenTree.unchecked(
+            tree.tokens[:, 1:], (tree.parents[:, 1:] - 1).clamp_(min=-1), (tree.depths[:, 1:] - 1).clamp_(min=0),
+            tree.ancestor_mask[:, 1:, 1:],
+        )  # fmt: skip
+        return self.node_logits(below, max(first - 1, 0))
+
+    def node_logits(self, tree: TokenTree, first: int) -> Tensor:
+        """Return the logits of what follows the nodes ``first``.. of a growing tree; 0 begins another tree."""
+        raise NotImplementedError
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Begin other texts in some rows, or all; ``read_prompts`` follows."""
@@ -64,12 +78,12 @@ class FeatureState(DraftState):
         if acceptance.hidden is None:
             raise ValueError(f"a draft head needs the target's hidden states of layers {self.head.hidden_layers}")
         self._is_united = draft.is_united
+        self.most_behind += acceptance.path.shape[1] * draft.is_united
         return self.head.project(acceptance.hidden.to(self._queue.device))
 
     def _put(self, features: Tensor, count: Tensor) -> None:
         """Append the first int64[batch] of float[batch, m, num_features] to the queues."""
         width = features.shape[1]
-        self.most_behind += width
         if self._max_length is None and self.most_behind + 1 >= self._queue.shape[1]:
             self._lengthen(2 * self.most_behind)
         end = self._queue.shape[1] - 1

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -137,6 +138,11 @@ class _FusedRun(DraftRun):
             raise TypeError(f"FusedDrafter needs drafters whose trees can be extended, got {type(drafter).__name__}")
         return run
 
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """That of the drafting run."""
+        return self._drafting.version
+
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Retrieve, draft with what the budget leaves, unite both trees."""
         temperature = 0.0 if growth is None else growth.sampling.temperature
@@ -153,10 +159,13 @@ class _FusedRun(DraftRun):
             # Tokens that are hidden from the model must be in the tree: the best ones, as many as certainly fit.
             is_kept[:, 1:] &= is_kept[:, 1:].cumsum(1) <= share[:, None]
             self.hiding.hide(retrieved.tree, is_kept, growth, self._least_share)
-        self._drafting.seen, self._drafting.processor = self.seen, in_turn(self.processor, self.hiding)
-        # What is hidden is chosen on the host, so such a draft cannot be replayed.
-        capture = None if self.hiding is not None else self.capture
-        draft = self._drafting.propose_captured(pending, growth, own, capture)
+        self._drafting.processor = in_turn(self.processor, self.hiding)
+        num_calls = 0 if self.seen is None else self._drafting.prepare(self.seen, own)
+        work = partial(self._drafting.propose, pending, growth, own)
+        # What is hidden is chosen on the host, so such a draft is another one in every step.
+        is_alike = self.hiding is None and self._drafting.is_on_device
+        draft = self.launch(self, (f"drafts of budget {own}", growth), work) if is_alike else work()
+        draft = replace(draft, num_calls=draft.num_calls + num_calls)
         if self.hiding is not None:
             is_kept = self.hiding.shown
         elif draft.probs is not None:

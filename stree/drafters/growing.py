@@ -50,7 +50,7 @@ def grow_layers(
         if drawing == "top":
             probs, norms = sampling.draft_probs(logits)
         else:
-            buffer = probs_buffer(logits)
+            buffer = probs_buffer(logits) if buffer is None else buffer
             probs, norms = sampling.draft_probs(logits, out=buffer[:, used : used + logits.shape[1]])
             used += logits.shape[1]
         goes_on = acceptance_model.draws(grown.frontier_value, probs)

@@ -89,8 +89,8 @@ class HeadState(FeatureState):
         tokens = seen.tokens.gather(1, index.clamp(0, seen.tokens.shape[1] - 1))
         return self._run(tokens, self._queue[:, : most + 1], number)
 
-    def verify(self, tree: TokenTree, first: int) -> Tensor:
-        """Score the nodes ``first``.. of a growing tree, as ``TreeLM.verify``; the root's logits are known already."""
+    def node_logits(self, tree: TokenTree, first: int) -> Tensor:
+        """Run the nodes ``first``.. of a growing tree; the root's logits are known already."""
         state = self.decode_state
         if first == 0:
             self._num_run = 0

@@ -14,13 +14,37 @@ from stree.growth import Proposal
 from stree.tree import TokenTree
 from stree.verify import DELTA, Acceptance, DraftProbs
 
-__all__ = ["append_best", "append_row", "keep_best", "missed_nodes", "on_own_nodes", "with_delta", "without_children"]
+__all__ = [
+    "append_best",
+    "append_row",
+    "keep_best",
+    "keep_first",
+    "missed_nodes",
+    "on_own_nodes",
+    "with_delta",
+    "without_children",
+]
 
 
-def keep_best(tree: TokenTree, values: Tensor, budget: int) -> TokenTree:
-    """Make padding of all but the ``budget`` nodes of the greatest value; values never rise along a path."""
+def keep_first(tree: TokenTree, nodes: Tensor) -> TokenTree:
+    """Make padding of all but the first int64[batch] nodes of each tree; its root stays.
+
+    That keeps trees that were drawn lossless: whether a node stays depends on those before it alone.
+    """
+    is_node = ~tree.is_padding
+    is_kept = is_node & (is_node.cumsum(1) <= nodes.clamp(min=1)[:, None])
+    return TokenTree.unchecked(tree.tokens * is_kept, torch.where(is_kept, tree.parents, -1))
+
+
+def keep_best(tree: TokenTree, values: Tensor, nodes: Tensor | int) -> TokenTree:
+    """Make padding of all but so many nodes of the greatest value, of all rows or int64[batch]; the root stays.
+
+    Values never rise along a path.
+    """
     order = values.sort(dim=1, descending=True, stable=True).indices  # padding has value 0
-    is_kept = torch.zeros_like(tree.is_padding).scatter_(1, order[:, :budget], True)
+    most = nodes if isinstance(nodes, int) else nodes.clamp(min=1)[:, None]
+    is_best = (torch.arange(order.shape[1], device=order.device) < most).expand_as(order)
+    is_kept = torch.zeros_like(tree.is_padding).scatter_(1, order, is_best)
     return TokenTree.unchecked(tree.tokens * is_kept, torch.where(is_kept, tree.parents, -1))
 
 
@@ -146,7 +170,8 @@ def missed_nodes(tree: TokenTree, is_on: Tensor, acceptance: Acceptance) -> Tens
 
 
 def without_children(proposal: Proposal, is_missed: Tensor) -> Proposal:
-    """Make padding of the children of bool[batch, n] nodes: as these were not verified, nothing is known of them."""
+    """Make padding of what is below bool[batch, n] nodes: as these were not verified, nothing is known of it."""
     tree = proposal.tree
-    parents = tree.parents.masked_fill(is_missed.gather(1, tree.parents.clamp(min=0).long()), -1)
-    return replace(proposal, tree=TokenTree.unchecked(tree.tokens, parents, tree.depths, tree.ancestor_mask))
+    is_below = (tree.ancestor_mask & is_missed[:, None]).any(-1) & ~is_missed
+    tokens, parents = tree.tokens.masked_fill(is_below, 0), tree.parents.masked_fill(is_below, -1)
+    return replace(proposal, tree=TokenTree.unchecked(tokens, parents, tree.depths, tree.ancestor_mask))

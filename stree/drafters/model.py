@@ -14,20 +14,20 @@ from stree.drafters.base import Draft, Drafter, DraftRun, check_vocabulary
 from stree.drafters.draft_state import DraftState, Grown
 from stree.drafters.draws import draft_probs
 from stree.drafters.growing import grow_heap, grow_layers
-from stree.drafters.merge import missed_nodes, on_own_nodes, without_children
+from stree.drafters.merge import keep_best, keep_first, missed_nodes, on_own_nodes, without_children
 from stree.drafters.none import root_only
 from stree.drafters.own_texts import OwnTexts
-from stree.drafters.tree_builder import GrownTree, columns_run, narrowed, num_run
+from stree.drafters.tree_builder import GrownTree, columns_run, num_run
 from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, learns_alike
 from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
-from stree.sampling import AnySampling, Random
+from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "ModelRun"]
 
 
 class ModelDrafter(Drafter):
@@ -59,108 +59,116 @@ class ModelDrafter(Drafter):
         """Return a drafter over ``change`` of its model."""
         return ModelDrafter(change(self.lm))
 
-    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _ModelRun:
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> ModelRun:
         """Begin a run; the draft model reads the prompts when the first tree is drafted."""
         check_vocabulary(self.lm, vocab_size)
-        return _ModelRun(self.lm, DraftState(self.lm, prompts), rng)
+        return ModelRun(DraftState(self.lm, prompts), rng)
 
 
-class _ModelRun(DraftRun):
-    """A draft model's state for a batch of texts, and the tree that grows on it.
+class ModelRun(DraftRun):
+    """A run of a draft model, or of a head: its state for a batch of texts, and the tree that grows on it.
 
     The draft model's tree has one column more than the target's: it begins with the chain [last, pending], as the state
     holds all tokens of a text but the last one before the pending one.  Node i of the target's tree is column i + 1.
+
+    Args:
+        state: of the model.
+        rng: random numbers.
+
+    Attributes:
+        acceptance_model: of the growth that is used.
     """
 
-    can_begin = can_select = can_extend = is_capturable = can_replay_proposals = True
+    acceptance_model: AcceptanceModel
+    can_begin = can_select = can_extend = is_on_device = True
 
-    def __init__(self, lm: TreeLM, state: DraftState, rng: Random) -> None:
-        self._lm, self._state, self._rng = lm, state, rng
-        self._largest: Plan | None = None  # of all plans to come, where it is known
-        self._num_replaced = 0  # tensors that outlive a step, beside the state's
+    def __init__(self, state: DraftState, rng: Random) -> None:
+        self.state, self.rng = state, rng
+        self._most_run = 0  # nodes of a tree to come that are run, where that is known
         self._growth: Growth | None = None  # the one that the acceptance model belongs to
-        self.acceptance_model: AcceptanceModel
         self._own: OwnTexts | None = None  # of a run that is used alone
         self._probs: Tensor | None = None  # memory for the distributions of a step
         # Nodes of the next budget that others fill.
-        self._left_out = torch.zeros(len(state.prompts), dtype=torch.long, device=lm.device)
+        self._left_out = torch.zeros(len(state.prompts), dtype=torch.long, device=state.device)
 
     @property
-    def version(self) -> int:
-        """Changes whenever tensors that outlive a step were replaced by larger ones."""
-        return self._num_replaced + self._state.version
+    def version(self) -> int:  # type: ignore[override]
+        """Another number whenever tensors that outlive a step were replaced by larger ones."""
+        return self.state.version
 
-    def texts(self, pending: Tensor) -> Seen:
-        """Return the texts, those of the decode step where the run is part of one, with the pending tokens."""
-        if self.seen is not None:
-            return self.seen
-        if self._own is None:
-            self._own = OwnTexts(self._state.prompts, pending.device)
-        return self._own.seen(pending)
+    def prepare(self, seen: Seen, budget: int) -> int:
+        """Run the prompts and the accepted tokens that were never run, if a tree is to be drafted."""
+        self.seen = seen
+        if budget == 1:
+            self.state.most_behind += 1
+            return 0
+        self.state.run_prompts()
+        return self.state.catch_up(seen)
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
-        """Grow a tree with a draft call a layer (a node for a heap), the first of which also runs the last token.
+        """Grow a tree below the pending tokens; a budget of 1 draws nothing and runs nothing."""
+        if self.seen is None:
+            self._own = OwnTexts(self.state.prompts, pending.device)
+        num_calls = 0 if self._own is None else self.prepare(self._own.seen(pending), budget)
+        return self.grow(growth, budget, num_calls)
 
-        A budget of 1 draws nothing and runs nothing.
+    def grow(self, growth: Growth | None, budget: int, num_calls: int = 0) -> Draft:
+        """Grow a tree below the texts that ``prepare`` was given, after so many draft calls.
+
+        It takes a draft call a layer (a node for a heap), the first of which also runs the last token.
         """
-        growth, seen = ModelDrafter.default_growth if growth is None else growth, self.texts(pending)
+        growth, seen = ModelDrafter.default_growth if growth is None else growth, self.seen
+        assert seen is not None, "prepare was called"
         if budget == 1:
-            values = torch.ones_like(pending[:, None], dtype=torch.float32)
-            self.draft = Draft(root_only(pending), None, 0, values=values)
+            values = torch.ones_like(seen.pending[:, None], dtype=torch.float32)
+            self.draft = Draft(root_only(seen.pending), None, 0, values=values)
             return self.draft
-        plan = self._plan(growth, budget)
+        plan = self.state.fitted(growth.plan(budget))
         self._use(growth)
-        num_calls = self.settle(pending, budget)
-        self._state.reserve_nodes(columns_run(plan))
-        self._rng = self._rng.at(seen.lengths)
-        self.acceptance_model.begin(plan, self._rng)
-        left = plan.num_nodes - self._left_out
-        self._left_out.zero_()
-        grown = GrownTree(seen, left, plan)
-        probs, kept_slots = self._grow(grown, plan, growth.sampling)
+        self.state.reserve_nodes(columns_run(plan))
+        self.rng = self.rng.at(seen.lengths)
+        self.acceptance_model.begin(plan, self.rng)
+        grown = GrownTree(seen, self._left(plan, seen), plan)
+        run_frontier = partial(grown.run, self.state.score if self.processor is None else self._score)
+        kept_slots: KeptSlots = []
+        if plan.is_heap:
+            probs = grow_heap(grown, plan, growth.sampling, self.rng, run_frontier)
+        else:
+            buffer = partial(self._probs_buffer, num_run(plan))
+            probs, kept_slots = grow_layers(
+                grown, plan, growth.sampling, self.rng, self.acceptance_model, run_frontier, buffer
+            )
         column = grown.select(plan)
         nodes = grown.proposed(column)
         tree = TokenTree.unchecked(nodes.tokens, nodes.parents, nodes.depths, nodes.mask)
+        if seen.nodes is not None:  # of plans whose layers do not read what is left
+            tree = keep_best(tree, nodes.values, seen.nodes) if plan.is_pruned else keep_first(tree, seen.nodes)
         proposal = Proposal(tree, nodes.values, column, kept_slots)
         depth = plan.num_nodes if plan.is_heap else grown.num_layers
         drawn_from = None if probs is None else draft_probs(probs, nodes.rows, plan, growth.sampling.greedy_rows)
         self.draft = Draft(
-            tree, drawn_from, depth, num_calls + grown.num_calls, nodes.values, column=column,
+            tree, drawn_from, depth, num_calls + self.state.num_calls(grown.num_calls), nodes.values, column=column,
             grown=Grown(proposal, grown.size, grown.scored),
         )  # fmt: skip
         return self.draft
 
-    def _plan(self, growth: Growth, budget: int) -> Plan:
-        """Return a growth's plan within what the drafter can run."""
-        return narrowed(growth.plan(budget))
-
-    def _grow(self, grown: GrownTree, plan: Plan, sampling: AnySampling) -> tuple[Tensor | None, KeptSlots]:
-        run_frontier = partial(grown.run, self._score)
-        if plan.is_heap:
-            return grow_heap(grown, plan, sampling, self._rng, run_frontier), []
-        buffer = partial(self._probs_buffer, plan)
-        return grow_layers(grown, plan, sampling, self._rng, self.acceptance_model, run_frontier, buffer)
+    def _left(self, plan: Plan, seen: Seen) -> Tensor:
+        """Return how many nodes each row's tree may grow: int64[batch]."""
+        left = plan.num_nodes - self._left_out
+        self._left_out.zero_()
+        return left if seen.nodes is None else torch.minimum(left, seen.nodes - 1).clamp(min=0)
 
     def _score(self, tree: TokenTree, first: int) -> Tensor:
-        """Run the columns ``first``.. of the draft model's own tree; return their logits, but for the first column's.
+        """Score columns of the tree that grows; process their logits as the target's are."""
+        assert self.processor is not None, "the caller has checked"
+        return self.processor(tree, self.state.score(tree, first))
 
-        Logits are processed as the target's are.
-        """
-        logits = self._logits(tree, first)
-        return logits if self.processor is None else self.processor(tree, logits)
-
-    def _logits(self, tree: TokenTree, first: int) -> Tensor:
-        logits = self._lm.verify(self._state.decode_state, tree, first)
-        return logits if first else logits[:, 1:]
-
-    def _probs_buffer(self, plan: Plan, logits: Tensor) -> Tensor:
-        """Memory for the distributions of a tree's nodes that are run: the same in every step."""
+    def _probs_buffer(self, rows: int, logits: Tensor) -> Tensor:
+        """Memory for the distributions of so many nodes of a tree that are run: the same in every step."""
         batch, vocab = len(logits), logits.shape[-1]
-        rows = num_run(plan)
         if self._probs is None or self._probs.numel() < batch * rows * vocab:
-            most = max(rows, 0 if self._largest is None else num_run(self._largest))
-            self._probs = logits.new_empty(batch * most * vocab)
-            self._num_replaced += 1
+            self._probs = logits.new_empty(batch * max(rows, self._most_run) * vocab)
+            self.state.version += 1
         return self._probs[: batch * rows * vocab].view(batch, rows, vocab)
 
     def observe(self, acceptance: Acceptance) -> None:
@@ -170,7 +178,7 @@ class _ModelRun(DraftRun):
         if self.draft.grown is not None:
             self._learn(self.draft, acceptance)
         self.append_own(self.draft, acceptance)
-        self._state.follow(self.draft, acceptance)
+        self.state.follow(self.draft, acceptance)
 
     def append_own(self, draft: Draft, acceptance: Acceptance) -> None:
         """Append the accepted nodes of a draft to the texts, where no decode step holds them."""
@@ -192,11 +200,17 @@ class _ModelRun(DraftRun):
         self.acceptance_model.learn(proposal, ratios, is_live)
 
     def leave(self, count: Tensor) -> bool:
+        """Leave nodes of the next tree to another drafter."""
         self._left_out.copy_(count)
         return True
 
+    def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
+        """Let a head read the target's hidden states."""
+        self.state.read_prompts(rows, hidden)
+
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        self._state.begin(rows, prompts)
+        """Begin other texts; the draft model runs their prompts where it has run the others."""
+        self.state.begin(rows, prompts)
         if self._own is not None:
             self._own.begin(rows, prompts)
         if self._growth is not None:
@@ -205,35 +219,25 @@ class _ModelRun(DraftRun):
             self._read_prompts(rows)
 
     def select(self, rows: Tensor, rng: Random) -> Self:
+        """Copy the state and what the acceptance model has learnt."""
         other = copy(self)
-        other._state, other._rng, other._left_out = self._state.select(rows), rng, self._left_out[rows]
+        other.state, other.rng, other._left_out = self.state.select(rows), rng, self._left_out[rows]
         if self._growth is not None:
             other.acceptance_model = self.acceptance_model.select(rows)
         other._probs, other._own = None, None if self._own is None else self._own.select(rows)
         return other
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
+        """Note the sizes of the state; with ``begins`` allocate it and run the prompts."""
         if growth is not None:
             self._use(growth)
         if budget > 1:
-            self._largest = self._plan(ModelDrafter.default_growth if growth is None else growth, budget)
-            self._state.max_nodes = columns_run(self._largest)
-        self._state.reserve_length(max_length)
+            growth = ModelDrafter.default_growth if growth is None else growth
+            largest = self.state.fitted(growth.plan(budget))
+            self._most_run, self.state.max_nodes = num_run(largest), columns_run(largest)
+        self.state.reserve_length(max_length)
         if begins:
-            self._state.run_prompts()
-
-    def settle(self, pending: Tensor, budget: int) -> int:
-        """Run the prompts and the accepted tokens that were never run, if a tree is to be drafted."""
-        if budget == 1:
-            return 0
-        self._state.run_prompts()
-        return self._state.catch_up(self.texts(pending))
-
-    def replayed(self, budget: int) -> None:
-        self._state.replayed(was_drafted=budget > 1)
-
-    def give_up(self) -> None:
-        self._state.forget_pending()
+            self.state.run_prompts()
 
     def _use(self, growth: Growth) -> None:
         """Take the acceptance model of a growth, unless one of its kind is in use."""
@@ -241,15 +245,15 @@ class _ModelRun(DraftRun):
         if base is self._growth:
             return
         if self._growth is None or not learns_alike(base, self._growth):
-            self.acceptance_model = base.acceptance_model(len(self._state.prompts), self._lm.device)
-            self._read_prompts(range(len(self._state.prompts)))
-            self._num_replaced += 1
+            self.acceptance_model = base.acceptance_model(len(self.state.prompts), self.state.device)
+            self._read_prompts(range(len(self.state.prompts)))
+            self.state.version += 1
         self._growth = base
 
     def _read_prompts(self, rows: Sequence[int]) -> None:
         """Let the acceptance model read the prompts of some rows."""
-        prompts = [torch.tensor(prompt, dtype=torch.long) for prompt in self._state.prompts]
+        prompts = [torch.tensor(prompt, dtype=torch.long) for prompt in self.state.prompts]
         lengths = torch.tensor([len(prompt) if row in rows else 0 for row, prompt in enumerate(prompts)])
         tokens = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
-        device = self._lm.device
+        device = self.state.device
         self.acceptance_model.read_text(tokens.to(device), None, lengths.to(device, torch.int32))

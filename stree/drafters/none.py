@@ -27,7 +27,7 @@ class NoDrafter(Drafter):
 
 
 class _NoRun(DraftRun):
-    can_begin = can_select = is_capturable = True
+    can_begin = can_select = is_on_device = True
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         return Draft(root_only(pending), None, 0)

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.drafters.base import Draft, Drafter, DraftRun, check_vocabulary
-from stree.drafters.draft_state import DraftState
-from stree.drafters.model import ModelDrafter, _ModelRun
+from stree.drafters.base import Draft, Drafter, DraftRun
+from stree.drafters.model import ModelDrafter, ModelRun
 from stree.growth import Growth
 from stree.kernels.host_copies import side_stream
 from stree.kernels.step.bookkeeping import path_on_nodes
@@ -65,28 +64,7 @@ class OverlappedDrafter(Drafter):
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
         """Begin a run; the draft model reads the prompts when the first tree is drafted."""
-        check_vocabulary(self._drafter.lm, vocab_size)
-        return _OverlappedRun(_CopiedRun(self._drafter.lm, DraftState(self._drafter.lm, prompts), rng))
-
-
-class _CopiedRun(_ModelRun):
-    """A draft model's run that can be copied to where a path of its last tree is accepted."""
-
-    def after(self, guessed: Seen, path: Tensor, lengths: Tensor) -> tuple[_CopiedRun, Tensor]:
-        """Copy the run, as if int32[batch, m] nodes were accepted and the texts were those guessed.
-
-        Returns:
-            int64[batch], its likeliest next tokens.
-        """
-        other = self.select(torch.arange(len(path), device=path.device), self._rng)
-        proposal = self.draft.grown.proposal
-        tokens = proposal.tree.tokens
-        ratios, is_live = path_on_nodes(path, lengths, tokens.shape[1])
-        other.acceptance_model.read_text(tokens, path, lengths)
-        other.acceptance_model.learn(proposal, ratios, is_live)
-        other._state.most_behind = path.shape[1]
-        other._state.catch_up(guessed)
-        return other, other._state.last_logits.argmax(-1)
+        return _OverlappedRun(self._drafter.start(vocab_size, prompts, rng))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,7 +79,7 @@ class _Guess:
     """
 
     last: Tensor
-    work: Future[tuple[_CopiedRun, Tensor, Draft]]
+    work: Future[tuple[ModelRun, Tensor, Draft]]
     growth: Growth | None
     budget: int
 
@@ -111,27 +89,30 @@ class _OverlappedRun(DraftRun):
 
     can_begin = True
 
-    def __init__(self, run: _CopiedRun) -> None:
+    def __init__(self, run: ModelRun) -> None:
         self._run, self._pool = run, ThreadPoolExecutor(1, thread_name_prefix="stree drafting")
         self._guess: _Guess | None = None
         self._ready: tuple[Draft, Growth | None, int] | None = None  # a tree that was drafted ahead, and is right
         self._stream: Any = None  # of all steps: the allocator of CUDA keeps freed memory for the stream that used it
 
+    def prepare(self, seen: Seen, budget: int) -> int:
+        return self._run.prepare(seen, budget)
+
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Use the tree that was drafted ahead, or grow one; then begin with the next one, unless nothing is drafted."""
-        self._run.seen = self.seen
         ready, self._ready = self._ready, None
         if ready is not None and ready[1:] == (growth, budget):
             draft = replace(ready[0], is_reused=True)
         else:
             draft = self._run.propose(pending, growth, budget)
         if draft.values is not None and draft.tree.tokens.shape[1] > 1:
-            self._guess = self._begin(self._run.texts(pending), draft, growth, budget)
+            self._guess = self._begin(draft, growth, budget)
         return draft
 
-    def _begin(self, seen: Seen, draft: Draft, growth: Growth | None, budget: int) -> _Guess:
+    def _begin(self, draft: Draft, growth: Growth | None, budget: int) -> _Guess:
         """Begin to draft below the likeliest path."""
-        assert draft.values is not None, "the caller has checked"
+        seen = self._run.seen
+        assert draft.values is not None and seen is not None, "the caller has drafted"
         path, lengths, last = _likeliest_path(draft.tree, draft.values)
         guessed = _text_after(seen, draft.tree, path, lengths)
         if self._stream is None:
@@ -141,11 +122,11 @@ class _OverlappedRun(DraftRun):
             stream.wait_stream(torch.cuda.current_stream(last.device))
 
         @torch.no_grad()
-        def work() -> tuple[_CopiedRun, Tensor, Draft]:
+        def work() -> tuple[ModelRun, Tensor, Draft]:
             with nullcontext() if stream is None else torch.cuda.stream(stream):
-                other, token = run.after(guessed, path, lengths)
+                other, token = _after(run, guessed, path, lengths)
                 other.seen = replace(guessed, pending=token)
-                return other, token, other.propose(token, growth, budget)
+                return other, token, other.grow(growth, budget)
 
         return _Guess(last, self._pool.submit(work), growth, budget)
 
@@ -175,6 +156,23 @@ class _OverlappedRun(DraftRun):
         self._run.reserve(max_length, growth, budget, begins=begins)
 
 
+def _after(run: ModelRun, guessed: Seen, path: Tensor, lengths: Tensor) -> tuple[ModelRun, Tensor]:
+    """Copy a run, as if int32[batch, m] nodes of its last tree were accepted and the texts were those guessed.
+
+    Returns:
+        The copy, and int64[batch], its likeliest next tokens.
+    """
+    other = run.select(torch.arange(len(path), device=path.device), run.rng)
+    proposal = run.draft.grown.proposal
+    tokens = proposal.tree.tokens
+    ratios, is_live = path_on_nodes(path, lengths, tokens.shape[1])
+    other.acceptance_model.read_text(tokens, path, lengths)
+    other.acceptance_model.learn(proposal, ratios, is_live)
+    other.state.most_behind = path.shape[1]
+    other.state.catch_up(guessed)
+    return other, other.state.last_logits.argmax(-1)
+
+
 def _likeliest_path(tree: TokenTree, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the path to the leaf of the greatest value: int32[batch, m], int32[batch], and its node, int64[batch]."""
     parents = tree.parents.long()
@@ -193,4 +191,4 @@ def _text_after(seen: Seen, tree: TokenTree, path: Tensor, lengths: Tensor) -> S
     place = torch.arange(path.shape[1], device=path.device)
     index = seen.lengths[:, None] + torch.where(place < lengths[:, None], place, 0)
     tokens = seen.tokens.scatter(1, index, tree.tokens.gather(1, path.clamp(min=0).long()))
-    return Seen(tokens, seen.lengths + lengths, seen.pending)
+    return replace(seen, tokens=tokens, lengths=seen.lengths + lengths)

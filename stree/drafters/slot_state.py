@@ -53,8 +53,12 @@ class SlotState(HeadState):
         if length > state.max_length or columns > state.max_nodes:
             self._resize(max(state.max_length, 2 * length * (length > state.max_length)), max(columns, state.max_nodes))
 
-    def verify(self, tree: TokenTree, first: int) -> Tensor:
-        """Return the logits of what follows the nodes ``first``.. of a growing tree, as ``TreeLM.verify``."""
+    def num_calls(self, num_scored: int) -> int:
+        """Count the calls for blocks; there are none for the layers that go on along them."""
+        return self.num_block_calls
+
+    def node_logits(self, tree: TokenTree, first: int) -> Tensor:
+        """Look up the logits of the slots that the children of the nodes ``first``.. are drawn from."""
         if first == 0:
             self._begin_tree(tree)
         else:

@@ -12,6 +12,7 @@ from stree.drafters.base import Draft, Drafter, DraftRun, in_turn
 from stree.drafters.model import ModelDrafter
 from stree.drafters.tree_builder import FIRST_DRAFTED
 from stree.growth import Growth, TargetInit
+from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -95,6 +96,9 @@ class _TargetInitRun(DraftRun):
         self._has_left = torch.zeros(batch, 1, dtype=torch.bool, device=device)
         self._has_new_text = True  # whether some row has nothing left yet
 
+    def prepare(self, seen: Seen, budget: int) -> int:
+        return self._run.prepare(seen, budget)
+
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Draw candidates and continue them; propose the root alone where nothing was left."""
         assert growth is not None, "TargetInit is no default"
@@ -102,7 +106,7 @@ class _TargetInitRun(DraftRun):
             temperature = torch.as_tensor(growth.sampling.temperature, dtype=self._left.dtype).view(-1, 1)
             # The draft's sampling divides by it, unless it is greedy.
             self._root.logits = self._left.log() * torch.where(temperature == 0, 1.0, temperature)
-        self._run.seen, self._run.processor = self.seen, in_turn(self.processor, self._root)
+        self._run.processor = in_turn(self.processor, self._root)
         draft = self._run.propose(pending, growth, budget)
         if not self._has_new_text:
             return draft

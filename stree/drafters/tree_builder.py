@@ -102,22 +102,12 @@ class GrownTree:
             score: runs a tree's columns from one on; gives the logits of as many of them, but for the first column.
         """
         size = self.size
-        depths, mask = self._depths[:, :size], self._mask[:, :size, :size]
-        tree = TokenTree.unchecked(self.tokens, self.parents, depths, mask)
-        logits, self.scored = score(tree, self.num_run), tree
+        tokens, parents, depths = (part[:, :size] for part in (self._tokens, self._parents, self._depths))
+        self.scored = TokenTree.unchecked(tokens, parents, depths, self._mask[:, :size, :size])
+        logits = score(self.scored, self.num_run)
         self.num_run = size
         self.num_calls += 1
         return logits
-
-    @property
-    def tokens(self) -> Tensor:
-        """Tokens of the columns in use: int64[batch, size]."""
-        return self._tokens[:, : self.size]
-
-    @property
-    def parents(self) -> Tensor:
-        """Parents of the columns in use: int32[batch, size]."""
-        return self._parents[:, : self.size]
 
     def context(self, children: Tensor) -> Words:
         """Return int64[batch, above, ranks] children of the frontier with the tokens above them."""
@@ -137,36 +127,27 @@ class GrownTree:
             Whether there is a layer to go on from.
         """
         before, width = self.size - 1, min(layer.width, slots.shape[1])
-        if width:
-            width = self._append(layer, Chosen(slots, is_taken, value, candidates.tokens), width)
         if not width:
             return False
-        self._begin = before
-        self.frontier_number += self._width
-        self._width = layer.width
-        self.num_layers += 1
-        return True
-
-    def _append(self, layer: Layer, chosen: Chosen, width: int) -> int:
-        """Append the first ``width`` slots as a layer; return the number of columns that it takes."""
-        is_contested = self._plan.is_pruned and self.size - 1 + chosen.slots.shape[1] > self._plan.num_nodes
+        is_contested = self._plan.is_pruned and before + slots.shape[1] > self._plan.num_nodes
         layout = Layout(
-            width,
-            frontier=self._begin + 1,
-            size=self.size,
-            num_nodes=self._plan.num_nodes if is_contested else None,
+            width, frontier=self._begin + 1, size=self.size, num_nodes=self._plan.num_nodes if is_contested else None,
             is_cut=layer.slots is None,
-        )
-        appended = append(self._columns, chosen, self.left, layout)
+        )  # fmt: skip
+        appended = append(self._columns, Chosen(slots, is_taken, value, candidates.tokens), self.left, layout)
         if not appended.width:
-            return 0
+            return False
         if layer.leaves and appended.column is not None and appended.tokens is not None:
             leaves = (appended.column, appended.tokens, appended.values)
             column, token, value = (part[:, layer.width :] for part in leaves)
             self._leaves.append((column, token, value))
         self.frontier_value = appended.values[:, : appended.width]
         self.size += appended.width
-        return appended.width
+        self._begin = before
+        self.frontier_number += self._width
+        self._width = layer.width
+        self.num_layers += 1
+        return True
 
     def stop(self, goes_on: Tensor) -> bool:
         """Stop growth below the frontier where bool[batch] is False; return whether any sequence may continue."""

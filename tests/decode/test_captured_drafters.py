@@ -36,7 +36,7 @@ class Bigrams(Drafter):
 
 
 class BigramRun(DraftRun):
-    can_extend = is_capturable = can_replay_proposals = True
+    can_extend = is_on_device = True
 
     def __init__(self, batch: int, vocab_size: int, fails_at: int) -> None:
         self.following = torch.zeros(batch, vocab_size, dtype=torch.long)

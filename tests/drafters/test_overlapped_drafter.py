@@ -178,7 +178,7 @@ def test_a_failure_of_the_thread_ends_drafting_and_not_the_text(monkeypatch: pyt
     def fail(*_: Any) -> Any:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(overlapped._CopiedRun, "after", fail)
+    monkeypatch.setattr(overlapped, "_after", fail)
     with pytest.raises(stree.GenerationError, match="decoded without it: out of memory") as caught:
         stree.generate(lm, PROMPTS, ModelDrafter(lm), overlap=True, budget=8, max_new_tokens=9)
     assert caught.value.output.sequences == stree.generate(lm, PROMPTS, NoDrafter(), max_new_tokens=9).sequences

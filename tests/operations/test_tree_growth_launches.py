@@ -25,7 +25,7 @@ from benchmarks.ahead_of_time import step_counts
 from benchmarks.ahead_of_time.launch_counter import LaunchCounter
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
 from stree.drafters import ModelDrafter
-from stree.drafters.model import _ModelRun
+from stree.drafters.model import ModelRun
 from stree.growth import Calibrated, Growth
 from stree.kernels.step.texts import Seen
 from stree.sampling import Random, Sampling
@@ -51,7 +51,7 @@ def drafts(growth: Growth, budget: int, steps: int) -> list[dict[str, Any]]:
     for _ in range(steps):
         draft = run.propose(pending, growth, budget)
         tree, probs = draft.tree, draft.probs
-        logits = torch.randn(*tree.tokens.shape, run._lm.vocab_size, generator=generator)
+        logits = torch.randn(*tree.tokens.shape, run.state._lm.vocab_size, generator=generator)
         logits = logits.scatter_add(2, tree.tokens.roll(-1, 1)[..., None], torch.full_like(logits[..., :1], 4.0))
         rng = Random(1, torch.arange(2), torch.zeros(2, dtype=torch.long))
         acceptance = accept(tree, logits, growth.sampling, rng, draft=probs)
@@ -91,14 +91,15 @@ def test_drafts_are_the_same_node_for_node(
 
 def launches_of(growth: Growth, budget: int) -> Counter[str]:
     """Count the launches of one proposal."""
-    run: _ModelRun = begun(growth, PROMPTS[:1])
+    run: ModelRun = begun(growth, PROMPTS[:1])
     pending = torch.tensor([7])
-    run.seen = Seen(torch.tensor([[*PROMPTS[0], 7]]), torch.tensor([len(PROMPTS[0])]), pending)  # as a step gives
+    seen = Seen(torch.tensor([[*PROMPTS[0], 7]]), torch.tensor([len(PROMPTS[0])]), pending)  # as a step gives
     with as_on_a_gpu():
-        run._state._state = None
+        run.state._state = None
+        run.prepare(seen, budget)
         run.propose(pending, growth, budget)
         places = step_counts.Places()
-        places.within(run._lm, "verify", "forward")
+        places.within(run.state._lm, "verify", "forward")
         counts = LaunchCounter(lambda: places.now)
         with counts.watching():
             run.propose(pending, growth, budget)
