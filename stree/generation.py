@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.checks import check_counts
 from stree.decode.batching import batch_for
 from stree.decode.claims import losslessness
 from stree.decode.failures import GenerationError, GenerationInterrupted, failures_with_output
@@ -40,7 +41,7 @@ def generate(
     drafter: Drafter | TreeLM | str | Path | None = None,
     *,
     growth: Growth | str | None = None,
-    budget: int | str | None = None,
+    budget: int | str | list[int] | tuple[int, ...] | None = None,
     verifier: str | Verifier = "auto",
     overlap: bool = False,
     sampling: Sampling | Sequence[Sampling] | None = None,
@@ -87,7 +88,8 @@ def generate(
             nodes, by goodput: what earlier steps emitted over the time that they took.  Greedy text and text under
             MATCH do not depend on it; sampled text of a draft model does, and so on timing and on the prompts that
             share its batch, where under a number a seed names a text.  None: what the growth's name sets, else 16 for
-            one sequence with a draft model, else "auto".
+            one sequence with a draft model, else "auto".  A list has the most nodes of each prompt's trees; a step is
+            planned for the greatest, so that of the others' sampled texts only those under MATCH do not depend on it.
         verifier: "auto", "match", "rejection", "traversal" or "block", see ``stree.accept``; or a rule of your own, an
             object derived from ``stree.verify.Verifier``, with which steps are not captured.
         overlap: draft the next tree while the target verifies, below the path that is likeliest to be accepted, and use
@@ -136,15 +138,20 @@ def generate(
         GenerationError: something failed in the loop; it carries what was generated before.
         GenerationInterrupted: Ctrl-C; likewise.
     """
+    each: list[int] | None = None
+    if isinstance(budget, (list, tuple)):
+        each = [*budget]
+        check_counts(**{f"budget[{place}]": own for place, own in enumerate(each)})
+        budget = max(each, default=1)
     settings = Settings(
         lm, drafter, growth=growth, budget=budget, verifier=verifier, overlap=overlap, allow_lossy=allow_lossy,
         cancelled=cancelled,
     )  # fmt: skip
     batch = batch_for(
         lm, prompts, attention_mask=attention_mask, num_samples=num_samples, max_batch=max_batch, max_length=max_length,
-        sampling=sampling, repetition_penalty=repetition_penalty, logits_processor=logits_processor, seed=seed,
-        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
-        ignore_eos=ignore_eos, logprobs=logprobs, return_steps=return_steps, streamer=streamer,
+        budget=each, sampling=sampling, repetition_penalty=repetition_penalty, logits_processor=logits_processor,
+        seed=seed, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings,
+        tokenizer=tokenizer, ignore_eos=ignore_eos, logprobs=logprobs, return_steps=return_steps, streamer=streamer,
     )  # fmt: skip
     return run(settings, batch)
 

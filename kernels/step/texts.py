@@ -19,6 +19,9 @@ from stree.kernels.tiles import padded
 __all__ = ["Seen", "Texts", "emit", "unchecked_maxima"]
 
 
+UNBOUNDED = 1 << 30  # nodes of a row whose trees may be as large as the step's
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Texts:
     """The texts of a batch; ``emit`` alone writes to them within a step, to all but ``limit``, ``stop`` and ``nodes``.
@@ -43,14 +46,30 @@ class Texts:
     nodes: Tensor | None = None
 
     @classmethod
-    def empty(cls, batch: int, max_length: int, most_stops: int, device: torch.device) -> Texts:
+    def empty(
+        cls, batch: int, max_length: int, most_stops: int, device: torch.device, *, limits_nodes: bool = False
+    ) -> Texts:
         """Allocate texts that are finished, for at most ``max_length`` tokens and ``most_stops`` stop tokens."""
         lengths = torch.zeros(batch, dtype=torch.long, device=device)
         return cls(
             tokens=lengths.new_zeros(batch, max_length), lengths=lengths, pending=lengths.clone(),
             limit=lengths.clone(), is_finished=torch.ones_like(lengths, dtype=torch.bool),
             stop=lengths.new_full((batch, most_stops), -1),
+            nodes=lengths.new_full((batch,), UNBOUNDED) if limits_nodes else None,
         )  # fmt: skip
+
+    def begin(self, row: int, prompt: list[int], max_new_tokens: int, stops: list[int]) -> None:
+        """Write a prompt, its limit and its stop tokens to a row, between steps and in place; it stays inactive."""
+        self.tokens[row, : len(prompt)] = torch.tensor(prompt)
+        self.lengths[row], self.limit[row] = len(prompt), len(prompt) + max_new_tokens
+        self.stop[row] = torch.tensor(stops + [-1] * (self.stop.shape[1] - len(stops)))
+
+    def limit_nodes(self, row: int, nodes: int | None) -> None:
+        """Write the most nodes of a row's trees, root included; None for no bound but a step's."""
+        if self.nodes is not None:
+            self.nodes[row] = UNBOUNDED if nodes is None else nodes
+        elif nodes is not None:
+            raise ValueError(f"these texts hold no bounds of nodes, got {nodes}")
 
     def select(self, rows: Tensor) -> Texts:
         """Copy some texts, int64[batch']; rows may repeat."""

@@ -83,6 +83,7 @@ def batch_for(
         requests, kinds, max(len(request.stop_token_ids) for request in each), max_batch, max_length, prompt_length,
         is_padded, refills, RowProcessors() if any(request.processors for request in each) else processor,
         keeps_probs=any(request.return_steps for request in each),
+        limits_nodes=any(request.budget is not None for request in each),
     )  # fmt: skip
 
 

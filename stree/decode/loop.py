@@ -170,7 +170,8 @@ class DecodeLoop:
         sampling = BatchSampling(self.batch.kinds, 0, self._device)
         return (
             batch, self.max_length(policy), policy.max_nodes, repr(sampling), self.verifier, self.batch.most_stops,
-            drafter_key(self.drafter), repr(policy.growth), self.batch.keeps_probs, *map(layout_of, models),
+            drafter_key(self.drafter), repr(policy.growth), self.batch.keeps_probs, self.batch.limits_nodes,
+            *map(layout_of, models),
         )  # fmt: skip
 
     def output(self, reason: str) -> Generation:
@@ -261,6 +262,7 @@ class DecodeLoop:
             "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,
             "max_length": self.max_length(policy), "most_stops": self.batch.most_stops,
             "processor": self.batch.processor, "keeps_probs": self.batch.keeps_probs,
+            "limits_nodes": self.batch.limits_nodes,
         }  # fmt: skip
         capture = Capture() if self.step_cache is None else self.step_cache.capture()
         return DecodeStep(self.lm, state, capture=capture, **options)

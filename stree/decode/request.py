@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from stree.checks import check_counts, check_flags, check_object
+from stree.checks import check_counts, check_flags, check_object, check_sizes
 from stree.decode.logits_processors import LogitsProcessor, NodeProcessor, RepetitionPenalty
 from stree.decode.prompts import token_ids
 from stree.decode.stop_strings import StopStrings, string_list
@@ -62,6 +62,7 @@ class Request:
         processors: of its logits, one after the other; the batch must have a ``RowProcessors`` for them.
         streamer: receives its tokens, or None.
         observer: observes every token, or None.
+        budget: most nodes of its trees, root included, or None for those of the step.
         return_steps: whether what happens in its steps is kept.
     """
 
@@ -77,6 +78,7 @@ class Request:
     processors: tuple[LogitsProcessor, ...] = ()
     streamer: Streamer | None = None
     observer: Observer | None = None
+    budget: int | None = None
     return_steps: bool = False
 
     @classmethod
@@ -85,7 +87,8 @@ class Request:
         logits_processor: LogitsProcessor | None = None, seed: int = 0, max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | StopStrings | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int | None = None,
-        streamer: Streamer | None = None, observer: Observer | None = None, return_steps: bool = False,
+        streamer: Streamer | None = None, observer: Observer | None = None, budget: int | None = None,
+        return_steps: bool = False,
     ) -> Request:  # fmt: skip
         """Check the options of a text, which are those of ``generate``, and make a request that has no prompt yet.
 
@@ -104,6 +107,7 @@ class Request:
         processors = (penalty if penalty.penalty != 1 else None, logits_processor)
         max_new_tokens = _integer("max_new_tokens", max_new_tokens)
         check_counts(max_new_tokens=max_new_tokens)
+        check_sizes(budget=budget)
         if stop_token_ids is None:  # anything with the methods of a TreeLM may be passed in its place
             stop_token_ids = () if ignore_eos else getattr(lm, "eos_token_ids", ())
         stops = token_ids("stop_token_ids", stop_token_ids)
@@ -116,7 +120,7 @@ class Request:
             frozenset(token for token in stops if 0 <= token < lm.vocab_size),
             _integer("seed", seed), stop_strings=stop_strings, logprobs=_alternatives(lm, logprobs),
             processors=tuple(processor for processor in processors if processor is not None), streamer=streamer,
-            observer=observer, return_steps=return_steps,
+            observer=observer, budget=budget, return_steps=return_steps,
         )  # fmt: skip
 
     def with_prompt(
@@ -187,6 +191,7 @@ class Batch:
         refills: whether a request takes the row of a sequence that has ended.
         processor: of all their logits, or None; its steps are not captured.
         min_nodes: nodes that a state has room for at least, and so tokens that ``extend`` runs at once.
+        limits_nodes: whether requests may have budgets of their own.
         keeps_probs: whether the probabilities of the accepted paths are computed.
     """
 
@@ -200,6 +205,7 @@ class Batch:
     refills: bool = False
     processor: NodeProcessor | None = None
     min_nodes: int = 1
+    limits_nodes: bool = False
     keeps_probs: bool = False
 
     @property

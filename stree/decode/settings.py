@@ -11,13 +11,12 @@ import torch
 from stree.budget.policy import BudgetPolicy
 from stree.checks import check_flags, check_object, check_sizes
 from stree.decode.claims import is_own
-from stree.decode.request import Batch
+from stree.decode.request import Batch, Request
 from stree.drafters import Drafter, NoDrafter, SuffixDrafter, check_vocabulary, load
 from stree.drafters.overlapped import OverlappedDrafter
 from stree.drafters.target_init import drafter_and_verifier
 from stree.growth import Growth, sized_growth
 from stree.models.tree_lm import TreeLM
-from stree.sampling import Sampling
 from stree.verify import LONGEST, Verifier, verifier_of
 
 __all__ = ["Settings"]
@@ -105,11 +104,13 @@ class Settings:
         if self.verifier == LONGEST and len(batch.kinds) > 1:
             raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
 
-    def check_request(self, sampling: Sampling) -> None:
-        """Refuse a text that joins the batch later: models that cannot run now, or a sampling of another kind.
+    def check_request(self, request: Request) -> None:
+        """Refuse a text that joins the batch later: its sampling or its budget, or models that cannot run now.
 
         Raises:
             ValueError, RuntimeError: as the class, and as the verifier.
         """
         self.check_models()
-        self.rule.check(sampling)
+        self.rule.check(request.sampling)
+        if request.budget is not None and isinstance(self.budget, int) and request.budget > self.budget:
+            raise ValueError(f"budget of a request must be at most the engine's {self.budget}, got {request.budget}")

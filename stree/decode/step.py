@@ -53,7 +53,7 @@ class DecodeStep:
         processor: of the logits of target and draft model, or None; it learns which request each row holds.
         keeps_probs: whether the probabilities of the accepted paths are computed.
         capture: launches the device work; None: operation by operation.
-        nodes: see ``Texts``.
+        limits_nodes: whether requests may have budgets of their own.
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.
@@ -70,12 +70,12 @@ class DecodeStep:
     def __init__(
         self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str | Verifier, max_length: int,
         most_stops: int = 0, processor: NodeProcessor | None = None, keeps_probs: bool = False,
-        capture: Capture | None = None, nodes: Tensor | None = None,
+        capture: Capture | None = None, limits_nodes: bool = False,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
         self._processing, self.capture = TreeProcessing(processor), capture or Capture()
-        texts = Texts.empty(len(state.lengths), max_length, most_stops, state.lengths.device)
-        self.texts = replace(texts, nodes=nodes)
+        sizes = len(state.lengths), max_length, most_stops
+        self.texts = Texts.empty(*sizes, state.lengths.device, limits_nodes=limits_nodes)
         self.seen = Seen.of(self.texts)
         self._seeds = torch.zeros_like(self.texts.lengths)
         self.rng = Random(self._seeds, self._seeds.clone(), self.seen.lengths)
@@ -286,15 +286,13 @@ class DecodeStep:
 
     def _write(self, row: int, request: Request) -> None:
         """Write what a request asks for to its row; in place, as captured steps and the drafter read these tensors."""
-        texts, stops, length = self.texts, sorted(request.stop_token_ids), len(request.prompt)
         self._write_rules(row, request)
         self._seeds[row] = (request.seed + (1 << 63)) % (1 << 64) - (1 << 63)
         self.rng.sequences[row] = request.sequence
-        texts.tokens[row, :length] = torch.tensor(request.prompt)
-        texts.lengths[row], texts.limit[row] = length, length + request.max_new_tokens
-        texts.stop[row] = torch.tensor(stops + [-1] * (texts.stop.shape[1] - len(stops)))
+        self.texts.begin(row, request.prompt, request.max_new_tokens, sorted(request.stop_token_ids))
 
     def _write_rules(self, row: int, request: Request) -> None:
-        """Write how the tokens of a row are drawn."""
+        """Write how the tokens of a row are drafted and drawn."""
+        self.texts.limit_nodes(row, request.budget)
         self._processing.begin(row, request.processors)
         self.sampling.write(row, request.sampling)

@@ -97,7 +97,7 @@ class Engine:
         self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, seed: int = 0,
-        trees: bool = False,
+        budget: int | None = None, trees: bool = False,
     ) -> RequestHandle:  # fmt: skip
         """Take a request, from any thread; parameters are those of ``generate``.
 
@@ -111,6 +111,7 @@ class Engine:
             ignore_eos: write on through the model's own stop tokens.
             logprobs: keep each token's log probability, and a number of alternatives.
             seed: of its random numbers.
+            budget: most nodes of its trees, at most the engine's; 1 decodes plainly.
             trees: give the trees of its steps.
 
         Raises:
@@ -123,9 +124,9 @@ class Engine:
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
-            streamer=handle, return_steps=trees,
+            streamer=handle, budget=budget, return_steps=trees,
         ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
-        self._settings.check_request(request.sampling)
+        self._settings.check_request(request)
         if len(request.stop_token_ids) > MOST_STOPS:
             raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {len(request.stop_token_ids)}")
         handle.start(request)

@@ -158,7 +158,7 @@ class RunningBatch:
     def _new_loop(self, rows: int) -> DecodeLoop:
         batch = Batch(
             iter(()), MIXED, MOST_STOPS, max_batch=rows, max_length=self._max_length, prompt_length=self._max_length,
-            refills=True, min_nodes=PREFILL_NODES,
+            refills=True, min_nodes=PREFILL_NODES, limits_nodes=True,
         )  # fmt: skip
         return DecodeLoop(self._settings, batch, Sequences(self._is_cancelled), self._step_cache)
 

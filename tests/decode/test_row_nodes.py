@@ -57,10 +57,10 @@ class Steps:
     def __init__(self, drafter: Drafter, growth: Growth, temperature: float, capture: Capture | None = None) -> None:
         lm, batch, sampling = patched(tiny_model("bamba")), len(TEXTS), Sampling(temperature)
         state = lm.new_state(batch, 64, 9, fixed_shapes=capture is not None)
-        self.growth, self.most, self.nodes = growth, [1] * batch, torch.tensor(NODES)
+        self.growth, self.most = growth, [1] * batch
         self.step = step = DecodeStep(
             lm, state, sampling=BatchSampling([sampling], batch, lm.device), verifier="match", max_length=64,
-            capture=capture, nodes=self.nodes,
+            capture=capture, limits_nodes=True,
         )  # fmt: skip
         requests = [Request(text, sampling, NEW, frozenset(), sequence=row) for row, text in enumerate(TEXTS)]
         logits = step.fill(drafter, requests)
@@ -71,7 +71,8 @@ class Steps:
 
     def run(self, nodes: list[int], steps: int = 1000) -> None:
         """Take so many steps, or until all texts have ended, in which rows have these nodes at most."""
-        self.nodes.copy_(torch.tensor(nodes))
+        for row, most in enumerate(nodes):
+            self.step.texts.limit_nodes(row, most)
         while steps and not bool(self.step.texts.is_finished.all()):
             result = self.step(self.growth, 9, Wanted(trees=True))
             assert result.trees is not None
@@ -107,6 +108,35 @@ def test_texts_are_those_of_plain_decoding(
     steps.run(NODES)
     assert steps.step.problem is None and steps.texts() == plain(temperature)
     assert steps.most[:2] == [1, 1] and 1 < steps.most[2] <= 4 < steps.most[3] + (drafter == "suffix")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_budget_of_each_prompt_bounds_its_trees(temperature: float) -> None:
+    budgets = [1, 3, 9, 2]
+    options: dict[str, Any] = {"sampling": Sampling(temperature), "max_new_tokens": NEW, "ignore_eos": True}
+    lm = patched(tiny_model("bamba"))
+    out = stree.generate(
+        lm, TEXTS, near_drafter(), budget=budgets, verifier="match", return_steps=True, max_batch=3, **options
+    )  # fmt: skip
+    assert out.sequences == plain(temperature) and out.steps is not None
+    most = [max(len(step.tokens) for step in steps) for steps in out.steps]
+    assert all(nodes <= budget for nodes, budget in zip(most, budgets, strict=True)) and most[2] > 3
+    with stree.Engine(lm, near_drafter(), budget=9, max_batch=4) as engine:
+        for text, budget in zip(TEXTS, budgets, strict=True):
+            handle = engine.submit(text, budget=budget, trees=True, **options)
+            assert all(step.tree is None or len(step.tree.tokens) <= budget for step in handle.steps())
+        with pytest.raises(ValueError, match="budget of a request must be at most the engine's 9, got 10"):
+            engine.submit(TEXTS[0], budget=10)
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [([1, 2], ValueError, "budget must be .* one for each of 4"), ([1, 0, 1, 1], ValueError, r"budget\[1\] must be"),
+     ([1, "auto", 1, 1], TypeError, r"budget\[1\] must be an integer"), ([], ValueError, "budget must be")],
+)  # fmt: skip
+def test_other_budgets_of_prompts_are_refused(budget: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        stree.generate(patched(tiny_model("bamba")), TEXTS, near_drafter(), budget=budget)
 
 
 @pytest.mark.slow
