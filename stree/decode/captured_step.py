@@ -74,7 +74,7 @@ class CapturedStep(DecodeStep):
             step = launch()
             return step if self._is_debug else replace(step, draft=replace(step.draft, probs=None, grown=None))
 
-        key = f"budget {budget}, {growth!r}{LOGITS * needs_logits}"
+        key = f"budget {budget}, {growth!r}{self._processing.key}{LOGITS * needs_logits}"
         result, is_replayed = self._replay(key, work, timer)
         if is_replayed:
             self.run.replayed(budget)
@@ -99,7 +99,7 @@ class CapturedStep(DecodeStep):
             step = self._verify(Draft(padded, probs, depth), own, needs_logits=needs_logits)
             return step if self._is_debug else replace(step, draft=replace(step.draft, probs=None))
 
-        result, _ = self._replay(key + LOGITS * needs_logits, work, timer)
+        result, _ = self._replay(key + self._processing.key + LOGITS * needs_logits, work, timer)
         self._observe(result.acceptance)
         timer.lap("draft_s")
         return replace(result, draft=draft, timer=timer)
@@ -119,7 +119,7 @@ class CapturedStep(DecodeStep):
         """Do device work of a run, or of a part of it; see ``DraftRun.capture``."""
         self._drop_outdated(run)
         # The target's part is replayed before the run observes the proposal, which must not be overwritten by then.
-        return self.graphs.run(key, work, run.give_up, separate_pool=True)
+        return self.graphs.run(key + self._processing.key, work, run.give_up, separate_pool=True)
 
     def _settle(self, budget: int) -> int:
         """Do what only this step needs of the drafter; return the draft calls it took."""

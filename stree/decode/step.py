@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from stree.decode import debug
+from stree.decode.batch_token_rules import BatchTokenRules
 from stree.decode.cuda_graphs import Graphs
 from stree.decode.logits_processors import NodeProcessor, TreeProcessing
 from stree.decode.prompts import PrefilledPrompt
@@ -70,7 +71,8 @@ class DecodeStep:
         most_stops: int = 0, processor: NodeProcessor | None = None,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
-        self._processing = TreeProcessing(processor)
+        rules = BatchTokenRules(len(state.lengths), lm.vocab_size, state.lengths.device)
+        self._processing = TreeProcessing(processor, rules)
         self.texts = Texts.empty(len(state.lengths), max_length, most_stops, state.lengths.device)
         self.seen = Seen.of(self.texts)
         self._seeds = torch.zeros_like(self.texts.lengths)
@@ -238,6 +240,7 @@ class DecodeStep:
         """
         other, index = copy(self), torch.tensor(rows, device=self._seeds.device)
         other.state, other._seeds = self.state.select(index), self._seeds[index]
+        other._processing = self._processing.of_rows(len(rows))
         other.texts = Texts(*(getattr(self.texts, part.name)[index] for part in fields(Texts)))
         other.seen = Seen.of(other.texts)
         other.rng = Random(other._seeds, self.rng.sequences[index], other.seen.lengths)
@@ -291,5 +294,5 @@ class DecodeStep:
 
     def _write_rules(self, row: int, request: Request) -> None:
         """Write how the tokens of a row are drawn."""
-        self._processing.begin(row, request.processors)
+        self._processing.begin(row, request)
         self.sampling.write(row, request.sampling)
