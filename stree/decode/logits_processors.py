@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from stree.decode.batch_token_rules import BatchTokenRules
+from stree.decode.token_rules import TokenRules
 from stree.drafters import TreeProcessor
 from stree.kernels.step.texts import Seen, Texts
 from stree.tree import TokenTree
-
-if TYPE_CHECKING:
-    from stree.decode.request import Request
 
 __all__ = ["LogitsProcessor", "Node", "NodeProcessor", "RowProcessors", "TreeProcessing"]
 
@@ -91,12 +89,12 @@ class TreeProcessing:
         """Return the same for another number of rows, none of which has begun."""
         return TreeProcessing(self._processor, None if self._rules is None else self._rules.empty(count))
 
-    def begin(self, row: int, request: Request) -> None:
-        """Use the rules and processors of another request for a row."""
+    def begin(self, row: int, processors: Sequence[LogitsProcessor], rules: TokenRules, prompt_length: int) -> None:
+        """Use other processors and rules for a row, whose prompt has so many tokens."""
         if self._rules is not None:
-            self._rules.begin(row, request.rules, len(request.prompt))
+            self._rules.begin(row, rules, prompt_length)
         if self._processor is not None:
-            self._processor.begin(row, request.processors)
+            self._processor.begin(row, processors)
 
     def first(self, texts: Texts, rows: Tensor, logits: Tensor) -> Tensor:
         """Process float[count, vocab] logits of what follows the prompts of int64[count] rows."""

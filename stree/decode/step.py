@@ -294,5 +294,5 @@ class DecodeStep:
 
     def _write_rules(self, row: int, request: Request) -> None:
         """Write how the tokens of a row are drawn."""
-        self._processing.begin(row, request)
+        self._processing.begin(row, request.processors, request.rules, len(request.prompt))
         self.sampling.write(row, request.sampling)
