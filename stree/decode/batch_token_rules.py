@@ -27,12 +27,15 @@ class BatchTokenRules:
         device: of the tensors.
 
     Attributes:
-        parts: operations that run, those that some row needs.
+        parts: operations that run: none where no running sequence needs one, else all that some row has needed, so
+            that few kinds of steps are captured.
     """
 
     def __init__(self, batch: int, vocab_size: int, device: torch.device) -> None:
         self.parts: frozenset[str] = frozenset()
-        self._rows, self._vocab_size, self._device = [self.parts] * batch, vocab_size, device
+        self._vocab_size, self._device, self._needed = vocab_size, device, self.parts
+        self._has_rules = [False] * batch
+        self._is_neutral = [True] * batch  # whether a row's tensors change nothing
         # Allocated here, so that captured steps find them at one place.
         self._numbers = torch.tensor([NEUTRAL] * batch, dtype=torch.float64, device=device).view(batch, len(NEUTRAL))
         self._bias: Tensor | None = None  # float32[batch, vocab]
@@ -51,13 +54,13 @@ class BatchTokenRules:
 
     def begin(self, row: int, rules: TokenRules, prompt_length: int) -> None:
         """Write the rules of the sequence that a row holds from now on, in place."""
-        had_none, self._rows[row] = not self._rows[row], rules.parts
-        self.parts = frozenset[str]().union(*self._rows)
-        if had_none and not rules.parts:
+        self._use(row, rules.parts)
+        if self._is_neutral[row] and not rules.parts:
             return
+        self._is_neutral[row] = not rules.parts
         numbers = (rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty, rules.min_new_tokens)
         self._numbers[row] = torch.tensor([*numbers, prompt_length], dtype=torch.float64)
-        shape = len(self._rows), self._vocab_size
+        shape = len(self._has_rules), self._vocab_size
         if self._bias is None and "bias" in rules.parts:
             self._bias = torch.zeros(shape, device=self._device)
         if self._bias is not None:
@@ -68,12 +71,20 @@ class BatchTokenRules:
             self._is_stop[row] = token_mask(rules.stops, self._vocab_size).to(self._device)
         self._write_words(row, [word for word in rules.bad_words if len(word) > 1])
 
+    def end(self, row: int) -> None:
+        """Do without the rules of a row whose sequence has ended; its tensors stay as they are."""
+        self._use(row, frozenset())
+
+    def _use(self, row: int, parts: frozenset[str]) -> None:
+        self._has_rules[row], self._needed = bool(parts), self._needed | parts
+        self.parts = self._needed if any(self._has_rules) else frozenset()
+
     def _write_words(self, row: int, words: list[tuple[int, ...]]) -> None:
         """Write the words of several tokens of a row; where there is no room for them, memory is allocated anew."""
         if self._words is None and not words:
             return
         count, length = len(words), max(map(len, words), default=0)
-        old = torch.full((len(self._rows), 0, 0), -1, device=self._device) if self._words is None else self._words
+        old = torch.full((len(self._has_rules), 0, 0), -1, device=self._device) if self._words is None else self._words
         if count > old.shape[1] or length > old.shape[2] or self._words is None:
             most, longest = max(count, old.shape[1]), max(length, old.shape[2])
             self._words = old.new_full((len(old), most, longest), -1)

@@ -96,6 +96,11 @@ class TreeProcessing:
         if self._processor is not None:
             self._processor.begin(row, processors)
 
+    def end(self, row: int) -> None:
+        """Leave out the rules of a row whose sequence has ended."""
+        if self._rules is not None:
+            self._rules.end(row)
+
     def first(self, texts: Texts, rows: Tensor, logits: Tensor) -> Tensor:
         """Process float[count, vocab] logits of what follows the prompts of int64[count] rows."""
         if self._rules is not None:

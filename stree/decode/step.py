@@ -281,6 +281,8 @@ class DecodeStep:
     def set_finished(self, row: int, *, is_finished: bool = True) -> None:
         """Make a sequence inactive, or active, from the next step on."""
         self.texts.is_finished[row].fill_(is_finished)
+        if is_finished:
+            self._processing.end(row)
 
     def _write(self, row: int, request: Request) -> None:
         """Write what a request asks for to its row; in place, as captured steps and the drafter read these tensors."""

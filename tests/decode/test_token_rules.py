@@ -66,6 +66,9 @@ def batch_rules(prompt_lengths: Sequence[int], vocab: int) -> BatchTokenRules:
     """Begin a row for each of the first rules; a row that had others before holds nothing of them."""
     rules = BatchTokenRules(len(prompt_lengths), vocab, torch.device("cpu"))
     for options in (RULES[0], None):
+        for row in range(len(prompt_lengths)):
+            rules.end(row)
+        assert not rules.parts, "what no running sequence needs is not computed"
         for row, (own, length) in enumerate(zip(RULES, prompt_lengths, strict=False)):
             rules.begin(row, TokenRules.of(vocab, STOPS, 20, **(options or own)), length)
     assert rules.parts == {"bias", "repetition", "counts", "words", "minimum"} and rules.empty(1).parts == set()
