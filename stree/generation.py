@@ -45,7 +45,13 @@ def generate(
     verifier: str | Verifier = "auto",
     overlap: bool = False,
     sampling: Sampling | Sequence[Sampling] | None = None,
+    logit_bias: Mapping[int, float] | Sequence[Mapping[int, float] | None] | None = None,
     repetition_penalty: float | Sequence[float] = 1.0,
+    frequency_penalty: float | Sequence[float] = 0.0,
+    presence_penalty: float | Sequence[float] = 0.0,
+    allowed_token_ids: Iterable[int] | Sequence[Iterable[int] | None] | None = None,
+    bad_words: Iterable[Sequence[int]] | Sequence[Sequence[Sequence[int]] | None] | None = None,
+    min_new_tokens: int | Sequence[int] = 0,
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor | None] | None = None,
     seed: int | Sequence[int] = 0,
     num_samples: int = 1,
@@ -93,17 +99,23 @@ def generate(
         verifier: "auto", "match", "rejection", "traversal" or "block", see ``stree.accept``; or a rule of your own, an
             object derived from ``stree.verify.Verifier``, with which steps are not captured.
         overlap: draft the next tree while the target verifies, below the path that is likeliest to be accepted, and use
-            it if that one was: in a thread, on CUDA in a second stream.  For draft models, without logits processors;
-            steps are not captured.  See docs/choosing.md for where it pays.
+            it if that one was: in a thread, on CUDA in a second stream.  For draft models, without logits processors,
+            bias and penalties; steps are not captured.  See docs/choosing.md for where it pays.
         allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
 
         Which token:
         sampling: temperature, top-k, top-p, min-p; None for greedy.
-        repetition_penalty: divides the logits of the text's tokens, as in transformers, before ``logits_processor``.
+        logit_bias: numbers that are added to the logits of tokens, before everything below.
+        repetition_penalty: divides the logits of the text's tokens, prompt included, as in transformers.
+        frequency_penalty: subtracted from a token's logit for each time that it is among the new tokens, as in vLLM.
+        presence_penalty: subtracted once where it is among them.
+        allowed_token_ids: the only tokens that may be drawn.
+        bad_words: token lists that are never completed, not from the prompt's last tokens either, as in transformers.
+        min_new_tokens: no stop token is drawn before so many new tokens; stop strings end a text earlier, too.
         logits_processor: a function of int64[1, length] text and float[1, vocab] logits that returns logits, as
-            transformers' processors are; called for every node that the target may reach, with the text that ends
-            there, and for the draft model's likewise.  It must depend on nothing but its arguments.  With one, or with
-            a penalty, steps are not captured as CUDA graphs.
+            transformers' processors are; called last, for every node that the target may reach, with the text that
+            ends there, and for the draft model's likewise.  It must depend on nothing but its arguments.  With one,
+            steps are not captured as CUDA graphs.
         seed: of the random numbers.
         num_samples: texts of every prompt, those of one prompt together, each with random numbers of its own.
 
@@ -149,9 +161,11 @@ def generate(
     )  # fmt: skip
     batch = batch_for(
         lm, prompts, attention_mask=attention_mask, num_samples=num_samples, max_batch=max_batch, max_length=max_length,
-        budget=each, sampling=sampling, repetition_penalty=repetition_penalty, logits_processor=logits_processor,
-        seed=seed, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings,
-        tokenizer=tokenizer, ignore_eos=ignore_eos, logprobs=logprobs, return_steps=return_steps, streamer=streamer,
+        budget=each, sampling=sampling, logit_bias=logit_bias, repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, allowed_token_ids=allowed_token_ids,
+        bad_words=bad_words, min_new_tokens=min_new_tokens, logits_processor=logits_processor, seed=seed,
+        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
+        ignore_eos=ignore_eos, logprobs=logprobs, return_steps=return_steps, streamer=streamer,
     )  # fmt: skip
     return run(settings, batch)
 

@@ -11,8 +11,8 @@ from typing import Any
 from stree.sampling import Sampling
 
 __all__ = [
-    "MOST_STOP_STRINGS", "SAMPLING", "UnsupportedField", "chat_messages", "check_fields", "sampling_of", "shortened",
-    "stop_strings", "utf8",
+    "MOST_STOP_STRINGS", "SAMPLING", "FieldError", "UnsupportedField", "chat_messages", "check_fields", "sampling_of",
+    "shortened", "stop_strings", "utf8",
 ]  # fmt: skip
 
 MOST_STOP_STRINGS, MOST_STOP_CHARACTERS = 16, 1024
@@ -29,9 +29,8 @@ ANY_VALUE = frozenset({
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": (), "echo": (False,), "suffix": ("",),
     "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (),
-    "ignore_eos": (False,), "stop_token_ids": ([],), "min_tokens": (0,), "include_stop_str_in_output": (False,),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
-    "logit_bias": ({},), "bad_words": ([],), "allowed_token_ids": (), "logits_processors": ([],),
+    "ignore_eos": (False,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
+    "length_penalty": (1,), "logits_processors": ([],),
     "use_beam_search": (False,), "early_stopping": (False,),
     "response_format": ({"type": "text"},), "structured_outputs": (), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (),
@@ -45,17 +44,24 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
-class UnsupportedField(ValueError):
-    """A field that asks for something that is not done.
+class FieldError(ValueError):
+    """A field of another type or range.
 
     Attributes:
         field: its name.
     """
 
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class UnsupportedField(FieldError):
+    """A field that asks for something that is not done."""
+
     def __init__(self, field: str, value: Any) -> None:
         kind = "supported" if field in NEUTRAL or field == "add_special_tokens" else "known"
-        super().__init__(f"{field} is not {kind}, got {shortened(value)}")
-        self.field = field
+        super().__init__(field, f"{field} is not {kind}, got {shortened(value)}")
 
 
 def check_fields(fields: Mapping[str, Any], taken: Collection[str]) -> None:

@@ -22,13 +22,21 @@ FILES = sorted(path for area in ("stree", "kernels", "models") for path in (ROOT
 BOTTOM = {"stree.checks", "stree.files", "stree.grammar", "stree.kernels", "stree.sampling", "stree.tree"}
 POLICIES = BOTTOM | {"stree.growth", "stree.models", "stree.retrieval", "stree.verify"}
 LOOP = POLICIES | {"stree.budget", "stree.decode", "stree.drafters"}
-TOP = LOOP | {"stree.generation", "stree.heads", "stree.inputs", "stree.request_fields", "stree.vocabulary"}
+TOP = LOOP | {
+    "stree.generation",
+    "stree.heads",
+    "stree.inputs",
+    "stree.request_fields",
+    "stree.rule_fields",
+    "stree.vocabulary",
+}
 ALLOWED: dict[str, set[str]] = {
     "stree.checks": set(),
     "stree.files": set(),
     "stree.grammar": set(),
     "stree.inputs": set(),
     "stree.request_fields": {"stree.sampling"},
+    "stree.rule_fields": {"stree.request_fields"},
     "stree.vocabulary": {"stree.files"},
     "stree.kernels": set(),
     "stree.tree": {"stree.kernels"},

@@ -81,7 +81,8 @@ def batch_for(
         refills = max_batch < len(listed)
     return Batch(
         requests, kinds, max(len(request.stop_token_ids) for request in each), max_batch, max_length, prompt_length,
-        is_padded, refills, RowProcessors() if any(request.processors for request in each) else processor,
+        is_padded, refills, any(request.rules.parts for request in each),
+        RowProcessors() if any(request.processors for request in each) else processor,
         keeps_probs=any(request.return_steps for request in each),
         limits_nodes=any(request.budget is not None for request in each),
     )  # fmt: skip
@@ -89,7 +90,7 @@ def batch_for(
 
 def _options_of_each(options: dict[str, Any], count: int | None) -> list[dict[str, Any]]:
     """List the options of each of ``count`` prompts, or those of all where none is a list; None for an iterator."""
-    for name in ("stop_token_ids", "stop_strings"):
+    for name in ("stop_token_ids", "stop_strings", "allowed_token_ids", "bad_words"):
         if isinstance(options.get(name), Iterator):  # every text reads them
             options = {**options, name: [*options[name]]}
     if options.get("stop_strings") is not None and options.get("tokenizer") is not None:
@@ -111,8 +112,14 @@ def _is_of_each(name: str, value: Any) -> bool:
     """Whether an option is a list of one for each prompt; a list that can be called is a processor."""
     if not isinstance(value, Sequence) or isinstance(value, str) or callable(value):
         return False
+    lists = (list, tuple, set, frozenset)
     if name == "stop_token_ids":  # of one prompt they are a list, too
-        return bool(value) and all(isinstance(one, (list, tuple, set, frozenset)) for one in value)
+        return bool(value) and all(isinstance(one, lists) for one in value)
+    if name == "allowed_token_ids":
+        return bool(value) and all(one is None or isinstance(one, lists) for one in value)
+    if name == "bad_words":  # of one prompt they are lists in a list
+        words = [word for one in value if isinstance(one, lists) for word in one]
+        return any(one is None for one in value) or any(isinstance(word, lists) for word in words)
     return name != "stop_strings" or any(not isinstance(one, str) for one in value)
 
 

@@ -9,11 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stree.decode.batch_token_rules import BatchTokenRules
+from stree.decode.token_rules import TokenRules
 from stree.drafters import TreeProcessor
 from stree.kernels.step.texts import Seen, Texts
 from stree.tree import TokenTree
 
-__all__ = ["LogitsProcessor", "Node", "NodeProcessor", "RepetitionPenalty", "RowProcessors", "TreeProcessing"]
+__all__ = ["LogitsProcessor", "Node", "NodeProcessor", "RowProcessors", "TreeProcessing"]
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
@@ -71,49 +73,42 @@ class RowProcessors:
         return torch.cat(processed)
 
 
-class RepetitionPenalty:
-    """Divides the logits of tokens that are in the text, the prompt included, by a penalty; multiplies negative ones.
-
-    CTRL (Keskar et al., 2019), as transformers' ``RepetitionPenaltyLogitsProcessor`` does.
-
-    Args:
-        penalty: above 1 for less repetition.
-
-    Raises:
-        TypeError: not a number.
-        ValueError: not above 0.
-    """
-
-    def __init__(self, penalty: float) -> None:
-        if not hasattr(penalty, "__float__") or isinstance(penalty, Tensor) or getattr(penalty, "ndim", False):
-            raise TypeError(f"repetition_penalty must be a number, got {penalty!r:.80}")
-        if not 0 < penalty < float("inf"):
-            raise ValueError(f"repetition_penalty must be above 0 and finite, got {penalty}")
-        self.penalty = float(penalty)
-
-    def __call__(self, text: Tensor, logits: Tensor) -> Tensor:
-        """Return new logits float[1, vocab] of what follows int64[1, length] text."""
-        seen = logits.gather(1, text)
-        return logits.scatter(1, text, torch.where(seen < 0, seen * self.penalty, seen / self.penalty))
-
-
 class TreeProcessing:
     """Processes the logits of trees and of first tokens with the texts that end there, for target and draft model.
 
     Args:
-        processor: called with the nodes of one depth; None: all logits stay as they are.
+        processor: called with the nodes of one depth; None: all logits stay as the rules leave them.
+        rules: applied before it, to all nodes at once; or None.
     """
 
-    def __init__(self, processor: NodeProcessor | None) -> None:
-        self._processor = processor
+    def __init__(self, processor: NodeProcessor | None, rules: BatchTokenRules | None = None) -> None:
+        self._processor, self._rules = processor, rules
 
-    def begin(self, row: int, processors: Sequence[LogitsProcessor]) -> None:
-        """Use other processors for a row."""
+    @property
+    def key(self) -> tuple[str, ...]:
+        """Parts of the key of captured steps."""
+        return () if self._rules is None else self._rules.key
+
+    def of_rows(self, count: int) -> TreeProcessing:
+        """Return the same for another number of rows, none of which has begun."""
+        return TreeProcessing(self._processor, None if self._rules is None else self._rules.empty(count))
+
+    def begin(self, row: int, processors: Sequence[LogitsProcessor], rules: TokenRules, prompt_length: int) -> None:
+        """Use other processors and rules for a row, whose prompt has so many tokens."""
+        if self._rules is not None:
+            self._rules.begin(row, rules, prompt_length)
         if self._processor is not None:
             self._processor.begin(row, processors)
 
+    def end(self, row: int) -> None:
+        """Leave out the rules of a row whose sequence has ended."""
+        if self._rules is not None:
+            self._rules.end(row)
+
     def first(self, texts: Texts, rows: Tensor, logits: Tensor) -> Tensor:
         """Process float[count, vocab] logits of what follows the prompts of int64[count] rows."""
+        if self._rules is not None:
+            logits = self._rules.first(texts.tokens, rows, texts.lengths[rows], logits)
         if self._processor is None:
             return logits
         nodes = []
@@ -128,17 +123,23 @@ class TreeProcessing:
         A node whose token its parent's processed distribution excludes is left as it is: the target cannot accept it,
         so the processor is not called with a text that it has excluded.
         """
+        if self._rules is not None:
+            logits = self._rules(seen.tokens, seen.lengths, tree, logits)
         if self._processor is None:
             return logits
         return _process(self._processor, seen.tokens, seen.lengths, tree, logits, is_target=True)
 
     def draft(self, seen: Seen) -> TreeProcessor | None:
         """Return what processes a draft model's logits; they stay its own where no token would be left."""
-        if self._processor is None:
+        processor, rules = self._processor, self._rules
+        if processor is None and rules is None:
             return None
-        processor = self._processor
 
         def process(tree: TokenTree, logits: Tensor) -> Tensor:
+            if rules is not None and rules.parts:
+                logits = _unless_none_is_left(rules(seen.tokens, seen.lengths - 1, tree, logits), logits)
+            if processor is None:
+                return logits
             return _process(processor, seen.tokens, seen.lengths - 1, tree, logits, is_target=False)
 
         return process
@@ -204,5 +205,5 @@ def _leaves_none(logits: Tensor) -> Tensor:
 
 
 def _unless_none_is_left(processed: Tensor, own: Tensor) -> Tensor:
-    """Return float[nodes, vocab] processed logits, and a model's own ones where no token is left."""
-    return torch.where(_leaves_none(processed)[:, None], own, processed)
+    """Return float[..., vocab] processed logits, and a model's own ones where no token is left."""
+    return torch.where(_leaves_none(processed)[..., None], own, processed)

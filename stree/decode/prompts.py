@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from stree.models.state import DecodeState
+from stree.sampling import AnySampling, Random
 
-__all__ = ["PrefilledPrompt", "token_ids", "token_lists"]
+__all__ = ["PrefilledPrompt", "first_tokens", "token_ids", "token_lists"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,3 +100,18 @@ def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
         return list(map(operator.index, tokens))
     except TypeError:
         raise TypeError(f"{name} must be a list of token ids, integers, got {tokens!r:.80}") from None
+
+
+def first_tokens(logits: Tensor, sampling: AnySampling, rng: Random) -> Tensor:
+    """Draw the tokens after prompts, int64[count], from float[count, vocab] logits.
+
+    Raises:
+        ValueError: logits that have no distribution.
+    """
+    if not bool(sampling.has_distribution(logits).all()):
+        kind = "NaN" if bool(logits.isnan().any()) else "infinite"
+        raise ValueError(f"the target's logits are {kind} after the prompt")
+    if sampling.is_greedy:
+        return logits.argmax(-1)
+    offset = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
+    return rng.choice("target", sampling.probs(logits), offset)

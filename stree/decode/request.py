@@ -10,9 +10,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from stree.checks import check_counts, check_flags, check_object, check_sizes
-from stree.decode.logits_processors import LogitsProcessor, NodeProcessor, RepetitionPenalty
+from stree.decode.logits_processors import LogitsProcessor, NodeProcessor
 from stree.decode.prompts import token_ids
 from stree.decode.stop_strings import StopStrings, string_list
+from stree.decode.token_rules import TokenRules
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -59,6 +60,7 @@ class Request:
         problem: why it cannot be run, or None.
         stop_strings: strings that end it, or None.
         logprobs: alternatives whose log probabilities are kept beside each token's own, or None for none at all.
+        rules: bias, penalties, and allowed and forbidden tokens.
         processors: of its logits, one after the other; the batch must have a ``RowProcessors`` for them.
         streamer: receives its tokens, or None.
         observer: observes every token, or None.
@@ -75,6 +77,7 @@ class Request:
     problem: str | None = None
     stop_strings: StopStrings | None = None
     logprobs: int | None = None
+    rules: TokenRules = TokenRules()
     processors: tuple[LogitsProcessor, ...] = ()
     streamer: Streamer | None = None
     observer: Observer | None = None
@@ -83,14 +86,16 @@ class Request:
 
     @classmethod
     def of(
-        cls, lm: TreeLM, *, sampling: Sampling | None = None, repetition_penalty: float = 1.0,
+        cls, lm: TreeLM, *, sampling: Sampling | None = None,
         logits_processor: LogitsProcessor | None = None, seed: int = 0, max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | StopStrings | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int | None = None,
         streamer: Streamer | None = None, observer: Observer | None = None, budget: int | None = None,
-        return_steps: bool = False,
+        return_steps: bool = False, **rules: Any,
     ) -> Request:  # fmt: skip
         """Check the options of a text, which are those of ``generate``, and make a request that has no prompt yet.
+
+        Further options are those of ``TokenRules.of``.
 
         Raises:
             TypeError: an object or a number of another kind.
@@ -103,8 +108,6 @@ class Request:
         if logits_processor is not None and (isinstance(logits_processor, type) or not callable(logits_processor)):
             raise TypeError(f"logits_processor must be a function of text and logits, got {logits_processor!r:.80}")
         check_flags(ignore_eos=ignore_eos, return_steps=return_steps)
-        penalty = RepetitionPenalty(repetition_penalty)
-        processors = (penalty if penalty.penalty != 1 else None, logits_processor)
         max_new_tokens = _integer("max_new_tokens", max_new_tokens)
         check_counts(max_new_tokens=max_new_tokens)
         check_sizes(budget=budget)
@@ -114,13 +117,13 @@ class Request:
         if stop_strings is not None and not isinstance(stop_strings, StopStrings):
             strings = string_list("stop_strings", stop_strings)
             stop_strings = StopStrings(tokenizer, strings) if strings else None
+        # As in transformers, a stop token that no vocabulary has, such as -1, ends no text.
+        ends = frozenset(token for token in stops if 0 <= token < lm.vocab_size)
         return cls(
-            [], sampling, max_new_tokens,
-            # As in transformers, a stop token that no vocabulary has, such as -1, ends no text.
-            frozenset(token for token in stops if 0 <= token < lm.vocab_size),
-            _integer("seed", seed), stop_strings=stop_strings, logprobs=_alternatives(lm, logprobs),
-            processors=tuple(processor for processor in processors if processor is not None), streamer=streamer,
-            observer=observer, budget=budget, return_steps=return_steps,
+            [], sampling, max_new_tokens, ends, _integer("seed", seed), stop_strings=stop_strings,
+            logprobs=_alternatives(lm, logprobs), rules=TokenRules.of(lm.vocab_size, ends, max_new_tokens, **rules),
+            processors=() if logits_processor is None else (logits_processor,), streamer=streamer, observer=observer,
+            budget=budget, return_steps=return_steps,
         )  # fmt: skip
 
     def with_prompt(
@@ -189,6 +192,7 @@ class Batch:
         prompt_length: most tokens of a prompt.
         is_padded: whether prompts may differ in length.
         refills: whether a request takes the row of a sequence that has ended.
+        has_rules: whether a request has token rules.
         processor: of all their logits, or None; its steps are not captured.
         min_nodes: nodes that a state has room for at least, and so tokens that ``extend`` runs at once.
         limits_nodes: whether requests may have budgets of their own.
@@ -203,6 +207,7 @@ class Batch:
     prompt_length: int
     is_padded: bool = False
     refills: bool = False
+    has_rules: bool = False
     processor: NodeProcessor | None = None
     min_nodes: int = 1
     limits_nodes: bool = False

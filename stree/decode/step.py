@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from stree.decode import debug
+from stree.decode.batch_token_rules import BatchTokenRules
 from stree.decode.capture import Capture
 from stree.decode.logits_processors import NodeProcessor, TreeProcessing
-from stree.decode.prompts import PrefilledPrompt
+from stree.decode.prompts import PrefilledPrompt, first_tokens
 from stree.decode.request import Request
 from stree.decode.step_records import path_probs
 from stree.decode.step_result import LaunchedStep, StepResult, StepTimer, Wanted, on_path
@@ -73,9 +74,10 @@ class DecodeStep:
         capture: Capture | None = None, limits_nodes: bool = False,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
-        self._processing, self.capture = TreeProcessing(processor), capture or Capture()
-        sizes = len(state.lengths), max_length, most_stops
-        self.texts = Texts.empty(*sizes, state.lengths.device, limits_nodes=limits_nodes)
+        batch, device = len(state.lengths), state.lengths.device
+        rules = BatchTokenRules(batch, lm.vocab_size, device)
+        self._processing, self.capture = TreeProcessing(processor, rules), capture or Capture()
+        self.texts = Texts.empty(batch, max_length, most_stops, device, limits_nodes=limits_nodes)
         self.seen = Seen.of(self.texts)
         self._seeds = torch.zeros_like(self.texts.lengths)
         self.rng = Random(self._seeds, self._seeds.clone(), self.seen.lengths)
@@ -98,7 +100,8 @@ class DecodeStep:
                 timer.lap("draft_s")
                 key, propose = self.capture.laid_out(draft, self.state.max_nodes, self.verifier)
             work = partial(self._work, propose, observes=draft is None, needs_logits=wanted.needs_logits)
-            step = self.capture.step(run, key + ("with logits of the path",) * wanted.needs_logits, work, timer)
+            key = *key, *self._processing.key, *("with logits of the path",) * wanted.needs_logits
+            step = self.capture.step(run, key, work, timer)
             if draft is not None:
                 step = replace(step, draft=draft)
                 self._let_draft(self.run.observe, step.acceptance)
@@ -186,7 +189,9 @@ class DecodeStep:
     def _use(self, run: DraftRun) -> None:
         """Let a run draft, with the batch's logits processor."""
         self.capture.clear()
-        self.run, run.launch, run.processor = run, self.capture.part, self._processing.draft(self.seen)
+        capture, processing = self.capture, self._processing  # not this step, which would be a cycle
+        run.launch = lambda run, key, work: capture.part(run, (*key, *processing.key), work)
+        self.run, run.processor = run, processing.draft(self.seen)
 
     def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """Prefill a text in every row, in place of those that were there.
@@ -244,8 +249,8 @@ class DecodeStep:
         """
         other, index = copy(self), torch.tensor(rows, device=self._seeds.device)
         other.state, other._seeds = self.state.select(index), self._seeds[index]
-        other.texts = texts = self.texts.select(index)
-        other.seen = Seen.of(texts)
+        other._processing, other.texts = self._processing.of_rows(len(rows)), self.texts.select(index)
+        other.seen = Seen.of(other.texts)
         other.rng = Random(other._seeds, self.rng.sequences[index], other.seen.lengths)
         sampling = BatchSampling({request.sampling for request in requests}, len(rows), index.device)
         other.sampling, other._growth = sampling, (None, None)
@@ -270,19 +275,15 @@ class DecodeStep:
         sampling, rng = self.sampling.select(rows), self._rng_at_ends().select(rows)
         logits = self._processing.first(self.texts, rows, logits)
         self._processing.refuse_ends(logits, rows)
-        if not bool(sampling.has_distribution(logits).all()):
-            kind = "NaN" if bool(logits.isnan().any()) else "infinite"
-            raise ValueError(f"the target's logits are {kind} after the prompt")
-        if sampling.is_greedy:
-            tokens = logits.argmax(-1)
-        else:
-            tokens = rng.choice("target", sampling.probs(logits), torch.zeros_like(rows))
+        tokens = first_tokens(logits, sampling, rng)
         self.texts.pending[rows] = self.texts.tokens[rows, self.texts.lengths[rows]] = tokens
         return tokens.tolist(), logits
 
     def set_finished(self, row: int, *, is_finished: bool = True) -> None:
         """Make a sequence inactive, or active, from the next step on."""
         self.texts.is_finished[row].fill_(is_finished)
+        if is_finished:
+            self._processing.end(row)
 
     def _write(self, row: int, request: Request) -> None:
         """Write what a request asks for to its row; in place, as captured steps and the drafter read these tensors."""
@@ -294,5 +295,5 @@ class DecodeStep:
     def _write_rules(self, row: int, request: Request) -> None:
         """Write how the tokens of a row are drafted and drawn."""
         self.texts.limit_nodes(row, request.budget)
-        self._processing.begin(row, request.processors)
+        self._processing.begin(row, request.processors, request.rules, len(request.prompt))
         self.sampling.write(row, request.sampling)

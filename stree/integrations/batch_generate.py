@@ -11,11 +11,13 @@ from typing import Any
 from stree.decode.failures import GenerationError
 from stree.decode.stop_strings import TokenBytes, new_text_stops
 from stree.decode.text import text_of
+from stree.decode.token_rules import RULES
 from stree.drafters import Drafter
 from stree.generation import Generation, generate
 from stree.inputs import stop_tokens
 from stree.models.tree_lm import TreeLM
 from stree.request_fields import sampling_of
+from stree.rule_fields import rules_of, tokenized_words
 from stree.sampling import Sampling
 
 __all__ = ["RowGenerator"]
@@ -120,10 +122,9 @@ class RowGenerator:
         out = _complete(
             self.lm, prompts, self.drafter, sampling=[sampling_of(request, self.sampling) for request in requests],
             max_new_tokens=[request.get("max_new_tokens", self.max_new_tokens) for request in requests],
-            repetition_penalty=[request.get("repetition_penalty", 1.0) for request in requests],
             seed=[request.get("seed", 0) for request in requests],
             stop_strings=[new_text_stops(self._token_bytes, own) for own in stops],
-            max_batch=self.max_batch, **self._endings, **self.options,
+            max_batch=self.max_batch, **self._rules(requests), **self._endings, **self.options,
         )  # fmt: skip
         return [
             {
@@ -137,6 +138,15 @@ class RowGenerator:
                 prompts, out.new_tokens, stops, out.stats["finish_reasons"], strict=True
             )
         ]
+
+    def _rules(self, requests: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+        """Return the token rules that some request has, one for each."""
+        each = [rules_of(request) for request in requests]
+        for rules in each:
+            if "bad_words" in rules:
+                rules["bad_words"] = tokenized_words(rules["bad_words"], self.tokenizer)
+        names = {name for rules in each for name in rules}
+        return {name: [rules.get(name, RULES[name]) for rules in each] for name in names}
 
     @cached_property
     def _token_bytes(self) -> TokenBytes:

@@ -11,6 +11,7 @@ from typing import Any
 
 from stree.checks import check_counts
 from stree.request_fields import SAMPLING, chat_messages, check_fields, sampling_of, stop_strings, utf8
+from stree.rule_fields import RULE_FIELDS, rules_of
 from stree.sampling import Sampling
 
 __all__ = ["Row", "checksum", "read_rows", "request_of"]
@@ -19,8 +20,8 @@ PROMPTS = ("prompt", "messages", "body")  # a row has one of them
 LIMITS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 INTEGERS = (*LIMITS, "top_k", "seed")
-NUMBERS = (*SAMPLING, *LIMITS, "seed", "repetition_penalty")
-OWN = {"model", "prompt", "messages", "stop", *NUMBERS}
+NUMBERS = (*SAMPLING, *LIMITS, "seed")
+OWN = {"model", "prompt", "messages", "stop", *NUMBERS, *RULE_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,8 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         row: ``prompt`` (a text or token ids) or ``messages`` (turns of a chat) and, where it has its own,
             ``max_new_tokens`` (also ``max_tokens``, ``max_completion_tokens``), ``temperature``, ``top_k``, ``top_p``,
-            ``min_p``, ``seed``, ``stop`` and ``repetition_penalty``; or these in a ``body``, as an object or its JSON.
+            ``min_p``, ``seed``, ``stop`` and the fields of ``rule_fields``; or these in a ``body``, as an object or its
+            JSON.
             Other fields of a row are not read; a body with others that decide the text is refused.
 
     Returns:
@@ -117,11 +119,9 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
     if limit is not None:
         check_counts(**{limit: numbers[limit]})
         request["max_new_tokens"] = numbers[limit]
-    if numbers.get("repetition_penalty", 1) <= 0:
-        raise ValueError(f"repetition_penalty must be above 0, got {numbers['repetition_penalty']}")
     if stops := stop_strings(fields.get("stop")):
         request["stop"] = stops
-    return request | {name: number for name, number in numbers.items() if name not in LIMITS}
+    return request | {name: number for name, number in numbers.items() if name not in LIMITS} | rules_of(fields)
 
 
 def _number(name: str, value: Any) -> Any:

@@ -21,6 +21,7 @@ from stree.decode.sequences import Text
 from stree.decode.settings import Settings
 from stree.decode.step_result import StepResult
 from stree.decode.stop_strings import new_text_stops
+from stree.decode.token_rules import check_names
 from stree.drafters import Drafter
 from stree.growth import Growth, sized_growth
 from stree.models.tree_lm import TreeLM
@@ -97,7 +98,7 @@ class Engine:
         self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, seed: int = 0,
-        budget: int | None = None, trees: bool = False,
+        budget: int | None = None, trees: bool = False, **rules: Any,
     ) -> RequestHandle:  # fmt: skip
         """Take a request, from any thread; parameters are those of ``generate``.
 
@@ -113,10 +114,10 @@ class Engine:
             seed: of its random numbers.
             budget: most nodes of its trees, at most the engine's; 1 decodes plainly.
             trees: give the trees of its steps.
+            rules: bias, penalties, allowed tokens and bad words, under the names of ``generate``.
 
         Raises:
-            ValueError: a parameter outside its range; nothing has run.
-            TypeError: a parameter of another kind.
+            ValueError, TypeError: a parameter outside its range or of another kind; nothing has run.
             QueueFull: too many requests wait.
             RuntimeError: the engine is closed, or its thread has ended by an error.
         """
@@ -124,7 +125,7 @@ class Engine:
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
-            streamer=handle, budget=budget, return_steps=trees,
+            streamer=handle, budget=budget, return_steps=trees, **check_names(rules),
         ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
         self._settings.check_request(request)
         if len(request.stop_token_ids) > MOST_STOPS:
@@ -154,8 +155,7 @@ class Engine:
     def close(self, grace: float = 0.0, timeout: float | None = None) -> bool:
         """Refuse further requests, let the others end for ``grace`` seconds, cancel the rest, and free all states.
 
-        Returns:
-            Whether the engine has ended; False where the step that runs takes longer than ``timeout`` seconds.
+        Returns whether the engine has ended; False where the step that runs takes longer than ``timeout`` seconds.
         """
         with self._changed:
             self._closing, self.problem = time.monotonic() + grace, self.problem or "the engine is closed"
@@ -225,8 +225,7 @@ class Engine:
                     self._waiting.appendleft((handle, request))
                 return None
             handle.note("started")
-            state = self._batch.new_row()
-            prefill = Prefill(self.lm, request.prompt, state, self._drafter.hidden_layers, self._cache)
+            prefill = Prefill(self.lm, request.prompt, self._batch.new_row(), self._drafter.hidden_layers, self._cache)
         except Exception as error:
             return handle.finish("error", error)
         handle.num_cached, handle.cache_epoch = prefill.num_cached, prefill.epoch

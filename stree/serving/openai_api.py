@@ -15,6 +15,7 @@ from fastapi.responses import StreamingResponse
 from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText
 from stree.inputs import stop_tokens
+from stree.rule_fields import RULE_FIELDS, rules_of, tokenized_words
 from stree.serving.answers import Choice, Piece, chat_logprobs, completion_logprobs, merged, usage
 from stree.serving.encoding import PromptEncoder
 from stree.serving.engine import Engine
@@ -132,17 +133,21 @@ class OpenAIAPI:
         if len(prompt) + limit > most:
             message = f"{len(prompt)} tokens of the prompt and {limit} new ones are more than {most}"
             raise APIError(400, message, param="max_tokens", code="context_length_exceeded")
+        rules = rules_of(dict(body))
+        if "bad_words" in rules:
+            rules["bad_words"] = tokenized_words(rules["bad_words"], self._tokenizer)
         ends = [] if body.ignore_eos else stop_tokens(self._engine.lm, self._tokenizer)
         try:
             return self._engine.submit(
                 prompt, sampling=body.sampling, max_new_tokens=limit,
                 stop_token_ids={*ends, *(body.stop_token_ids or ())}, stop_strings=body.stops,
-                tokenizer=self.token_bytes, logprobs=body.top_logprobs_wanted, seed=seed, trees=trees,
+                tokenizer=self.token_bytes, logprobs=body.top_logprobs_wanted, seed=seed, trees=trees, **rules,
             )  # fmt: skip
         except QueueFull as error:
             raise APIError(429, str(error), headers={"Retry-After": "1"}) from error
         except (ValueError, TypeError) as error:
-            raise APIError(400, str(error), param="prompt") from error
+            param = next((name for name in RULE_FIELDS if str(error).startswith(name)), "prompt")
+            raise APIError(400, str(error), param=param) from error
         except RuntimeError as error:
             raise APIError(503, str(error)) from error
 

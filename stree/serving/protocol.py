@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from stree.request_fields import UnsupportedField, chat_messages, check_fields, sampling_of, stop_strings
+from stree.request_fields import FieldError, UnsupportedField, chat_messages, check_fields, sampling_of, stop_strings
+from stree.rule_fields import rules_of
 from stree.sampling import Sampling
 from stree.serving.errors import APIError
 
@@ -43,6 +44,13 @@ class GenerationRequest(BaseModel):
     stop: Stops = []
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
+    logit_bias: dict[str, Any] | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    allowed_token_ids: Tokens | None = None
+    bad_words: list[Any] | None = None
+    min_tokens: int | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -52,6 +60,11 @@ class GenerationRequest(BaseModel):
         """How tokens are drawn; OpenAI's temperature is 1 by default."""
         is_greedy = self.temperature is not None and self.temperature < 1e-5
         return sampling_of({**dict(self), **({"temperature": 0.0} if is_greedy else {})}, Sampling(1.0))
+
+    @property
+    def limit(self) -> int | None:
+        """Most new tokens, or None for what fits."""
+        raise NotImplementedError
 
     @property
     def stops(self) -> list[str]:
@@ -71,8 +84,12 @@ class GenerationRequest(BaseModel):
         """
         try:
             check_fields(dict(self), type(self).model_fields)
-        except UnsupportedField as error:
-            raise APIError(400, str(error), param=error.field, code="unsupported_parameter") from error
+            least = rules_of(dict(self)).get("min_new_tokens", 0)
+            if self.limit is not None and least > self.limit:
+                raise FieldError("min_tokens", f"min_tokens must be at most max_tokens {self.limit}, got {least}")
+        except FieldError as error:
+            code = "unsupported_parameter" if isinstance(error, UnsupportedField) else None
+            raise APIError(400, str(error), param=error.field, code=code) from error
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options needs stream", param="stream_options")
 

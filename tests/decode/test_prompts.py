@@ -1,4 +1,4 @@
-"""Prompts in every form that tokenizers give, several samples of each, and a repetition penalty for each.
+"""Prompts in every form that tokenizers give, and several samples of each.
 
 Run: python -m pytest tests/decode/test_prompts.py
 """
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.captured import launched, near_drafter
-from helpers.tiny_models import tiny_model
 from transformers import BatchEncoding
 
 import stree
@@ -85,30 +84,6 @@ def test_samples_of_a_prompt_are_together_and_drawn_independently() -> None:
     with pytest.raises(ValueError, match="a streamer takes one prompt, got 2"):
         streamer = type("Silent", (), {"put": print, "end": print})()
         stree.generate(launched(), PROMPTS[:1], num_samples=2, sampling=Sampling(1.0), streamer=streamer)
-
-
-WAYS: list[dict[str, Any]] = [
-    {"drafter": NoDrafter()},
-    {"drafter": SuffixDrafter(), "budget": 8, "max_batch": 2},
-    {"drafter": near_drafter(), "growth": Calibrated(3), "budget": 9, "max_batch": 1},
-]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=["plain", "suffix", "tree"])
-def test_every_prompt_has_its_own_repetition_penalty(way: dict[str, Any]) -> None:
-    penalties, model = [1.3, 1.0, 2.5], tiny_model("bamba")
-    common: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = [
-        model.generate(torch.tensor([prompt]), repetition_penalty=penalty, **common)[0].tolist()
-        for prompt, penalty in zip(PROMPTS, penalties, strict=True)
-    ]
-    out = stree.generate(launched(), PROMPTS, **way, max_new_tokens=10, repetition_penalty=penalties)
-    assert out.sequences == expected
-    without = stree.generate(launched(), PROMPTS, **way, max_new_tokens=10).sequences
-    assert without[1] == expected[1] and without[0] != expected[0] and without[2] != expected[2]
-    sampled: Any = {"sampling": Sampling(0.8), "max_new_tokens": 10, "repetition_penalty": penalties}
-    plain = stree.generate(launched(), PROMPTS, NoDrafter(), **sampled).sequences
-    assert stree.generate(launched(), PROMPTS, **way, verifier="match", **sampled).sequences == plain
 
 
 @pytest.mark.parametrize("penalty", [0, -1.0, float("nan"), float("inf"), "1.2", [1.2, None, 1.0]])

@@ -105,7 +105,7 @@ def crossings(draw: st.DrawFn) -> Crossing:
         family, drafter, growth, budget,
         verifier=draw(st.sampled_from(verifiers)),
         sampling=sampling,
-        penalty=draw(st.sampled_from([1.0, 1.0, 2.0])) if len(processors) > 1 else 1.0,
+        penalty=draw(st.sampled_from([1.0, 1.0, 2.0])) if drafter != "overlapped" else 1.0,
         processor=draw(st.sampled_from(processors)),
         stops=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, None, 2])) if way != "hook" else None,
@@ -239,7 +239,7 @@ def _generated(one: Crossing) -> list[list[list[int]]]:
 
 
 def _served(one: Crossing) -> list[list[list[int]]]:
-    given = {key: value for key, value in text(one).items() if key not in ("repetition_penalty", "logits_processor")}
+    given = {key: value for key, value in text(one).items() if key != "logits_processor"}
     engine = stree.Engine(
         target(one.family, one.compiled), drafter_of(one), **drafting(one), max_batch=one.slots or 4, max_length=256,
         cache_bytes=10**8 if one.keeps else 0, prefill_chunk=4,

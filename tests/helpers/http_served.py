@@ -87,10 +87,15 @@ NEUTRAL: list[tuple[str, Any]] = [
 ]  # fmt: skip
 # What asks for another text or answer, and part of the message.
 REFUSED: list[tuple[str, Any, str]] = [
-    ("presence_penalty", 0.5, "presence_penalty is not supported, got 0.5"), ("logit_bias", {"5": 1}, "logit_bias"),
+    ("presence_penalty", 2.5, "presence_penalty must be in [-2, 2], got 2.5"),
+    ("logit_bias", {"5": 101}, "logit_bias must be in [-100, 100], got 101 for token 5"),
+    ("logit_bias", {"a": 1}, "logit_bias must have token ids as keys, got 'a'"),
+    ("repetition_penalty", 0, "repetition_penalty must be above 0, got 0"), ("bad_words", [""], "no empty string"),
+    ("allowed_token_ids", [], "allowed_token_ids must be a list of at least one token id, got []"),
     ("echo", True, "echo"), ("best_of", 2, "best_of"), ("suffix", "end", "suffix"), ("tools", [{}], "tools"),
     ("tool_choice", "required", "tool_choice"), ("response_format", {"type": "json_object"}, "response_format"),
-    ("min_tokens", 3, "min_tokens"), ("include_stop_str_in_output", True, "include_stop_str_in_output"),
+    ("min_tokens", -1, "min_tokens must be an integer of at least 0, got -1"),
+    ("include_stop_str_in_output", True, "include_stop_str_in_output"),
     ("add_generation_prompt", False, "add_generation_prompt"), ("skip_special_tokens", False, "skip_special_tokens"),
     ("n", True, "n"), ("best_of", True, "best_of"), ("no_such_field", 0, "no_such_field is not known, got 0"),
     ("no_such_field", [], "no_such_field is not known"), ("stop", ["a"] * 17, "at most 16 strings, got 17"),

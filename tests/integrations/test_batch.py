@@ -43,6 +43,8 @@ RUN: list[tuple[Any, Any, dict[str, Any]]] = [
      {"messages": TURNS}),
     ({"id": 3.0, "prompt": "a", "max_tokens": 2.0, "seed": 1.0}, 3, {"prompt": "a", "max_new_tokens": 2, "seed": 1}),
     ({"body": json.dumps({"prompt": "a", "top_p": 0.5, "logit_bias": {}})}, 0, {"prompt": "a", "top_p": 0.5}),
+    ({"prompt": "a", "logit_bias": {"5": 2, "6": None}, "presence_penalty": 0, "bad_words": ["b"], "min_tokens": 2}, 0,
+     {"prompt": "a", "logit_bias": {5: 2.0}, "bad_words": ["b"], "min_new_tokens": 2}),
 ]  # fmt: skip
 # A line that cannot be run, and a part of the reason.
 REJECTED = [
@@ -102,7 +104,7 @@ def test_a_row_that_cannot_be_run_is_named_and_the_others_are_read(line: Any, re
 @pytest.mark.parametrize(("name", "value"), NEUTRAL)
 def test_a_body_may_have_what_changes_no_text(name: str, value: Any, tmp_path: Path) -> None:
     row = rows_of(tmp_path, json.dumps({**CHAT, "body": {"messages": TURNS, name: value}}))[0]
-    plain = {"messages": TURNS} | ({name: value} if name in ("top_k", "min_p", "repetition_penalty") else {})
+    plain = {"messages": TURNS} | ({name: value} if name in ("top_k", "min_p") else {})
     assert (row.reason, row.request) == (None, plain)
 
 
@@ -246,6 +248,22 @@ def test_a_row_may_lift_the_job_s_limit_of_tokens(generator: RowGenerator) -> No
     free = generator.run([{**row, "temperature": 1.0}])[0]["token_ids"]
     assert limited.run([{**row, "top_k": -1}])[0]["token_ids"] == free
     assert limited.run([row])[0]["token_ids"] == generator.run([row])[0]["token_ids"] != free
+
+
+def test_rows_have_token_rules_of_their_own(generator: RowGenerator) -> None:
+    prompt, lm = [1, 2, 3], generator.lm
+    plain = stree.generate(lm, [prompt], "none", max_new_tokens=5).sequences[0][3:]
+    rules: list[dict[str, Any]] = [
+        {}, {"bad_words": [[plain[0]]], "repetition_penalty": 1.5}, {"logit_bias": {"7": 100.0}},
+        {"allowed_token_ids": [9999]},
+    ]  # fmt: skip
+    found = generator.run([{"prompt": prompt, **own} for own in rules])
+    word = generator.run([{"prompt": prompt, **rules[1], "bad_words": [f"w{plain[0]}"]}])[0]
+    own = {**rules[1], "max_new_tokens": 5}
+    expected = stree.generate(lm, [prompt], "none", **own).sequences[0][3:]
+    assert [row.get("token_ids") for row in found] == [plain, expected, [7] * 5, None]
+    assert word["token_ids"] == expected and plain[0] not in expected
+    assert found[3]["reason"] == "allowed_token_ids has token 9999, outside the vocabulary of 97"
 
 
 def test_options_that_serve_no_row_are_an_error_of_the_job(generator: RowGenerator) -> None:

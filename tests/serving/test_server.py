@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 from helpers.http_served import CONVERSATION, KEY, NEUTRAL, PROMPT, REFUSED, TOOL_TEMPLATE, Served, as_a_template_has_it
 
 import stree
+from stree.rule_fields import tokenized_words
 from stree.serving.app import create_app
 
 
@@ -142,6 +143,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"stop": 5}, 400, "stop"), ({"seed": "x"}, 400, "seed"),
     ({"logprobs": 21}, 400, "logprobs"), ({"stream": "yes"}, 400, "stream"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"), ({"model": "other"}, 404, "model"),
+    ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens"),
     ({"model": 3}, 400, "model"), *(({name: value}, 400, name) for name, value, _ in REFUSED),
 ]  # fmt: skip
 BAD_CHATS: list[tuple[dict[str, Any], str]] = [
@@ -173,6 +175,25 @@ def test_bad_requests_are_answered_by_error_objects(served: Served) -> None:
     assert served.engine.stats["running"] == 0
     huge = {"top_k": 1 << 70, "stop_token_ids": [1 << 63], "seed": (1 << 64) - 1}  # limits that exclude nothing
     assert served.post("/v1/completions", {**COMPLETION, **huge}).status_code == 200
+
+
+def test_token_rules_are_those_of_generate(served: Served) -> None:
+    ids, lm = served.tokenizer(PROMPT)["input_ids"], served.engine.lm
+    plain = stree.generate(lm, [ids], "none", max_new_tokens=12).sequences[0][len(ids) :]
+    rules: dict[str, Any] = {
+        "logit_bias": {str(plain[1]): 3.5}, "repetition_penalty": 1.2, "frequency_penalty": 0.3,
+        "presence_penalty": 0.5, "bad_words": [plain[:1], served.tokenizer.decode(plain[2:3])],
+    }  # fmt: skip
+    ending = {"stop_token_ids": [plain[3]], "ignore_eos": True}
+    base = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 12}
+    answer = served.post("/v1/completions", {**base, **rules, **ending, "min_tokens": 9}).json()
+    words = tokenized_words(rules["bad_words"], served.tokenizer)
+    own = {**rules, "logit_bias": {plain[1]: 3.5}, "bad_words": words, "min_new_tokens": 9}
+    expected = served.alone(PROMPT, max_new_tokens=12, stop_token_ids=[plain[3]], **own)
+    assert answer["choices"][0]["text"] == expected != served.alone(PROMPT, max_new_tokens=12)
+    assert 9 <= answer["usage"]["completion_tokens"] <= 12
+    outside = served.post("/v1/completions", {**base, "allowed_token_ids": [99999]})
+    assert outside.status_code == 400 and outside.json()["error"]["param"] == "allowed_token_ids"
 
 
 def test_what_changes_no_text_is_taken_and_what_would_is_named(served: Served) -> None:
