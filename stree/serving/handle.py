@@ -17,6 +17,7 @@ from stree.decode.request import Request
 from stree.decode.sequences import Text
 from stree.decode.stats import Generation
 from stree.decode.step_result import StepResult
+from stree.serving.totals import Totals
 
 __all__ = ["EmittedStep", "QueueFull", "RequestHandle", "StepTree"]
 
@@ -60,18 +61,24 @@ class RequestHandle:
 
     Iterating from several places gives every one all tokens.  If decoding fails, iterating ends with the error.
 
+    Args:
+        totals: count its tokens and its end.
+
     Attributes:
         finish_reason: "stop", "length", "cancelled" or "error"; None while it waits or runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, totals: Totals) -> None:
         self.finish_reason: str | None = None
+        self._totals = totals
         self.sequence: Text | None = None  # what follows belongs to the engine's thread
         self.is_cancelled = False
-        self.num_cached = self.cache_epoch = self.drafted = self.accepted = self.num_steps = 0
+        self.num_cached = self.cache_epoch = self.num_new = self.num_steps = self.drafted = self.accepted = 0
         self._request: Request | None = None
         self._steps: list[EmittedStep] = []
         self._tree: StepTree | None = None
+        self._step: tuple[int, int] | None = None  # nodes that the next tokens' step has drafted and accepted
+        self._put_s = 0.0  # time of the tokens before
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -158,7 +165,7 @@ class RequestHandle:
         counts = {"steps": self.num_steps, "drafted": self.drafted, "accepted": self.accepted}
         return {
             "num_prompt_tokens": len(self.prompt), "num_cached_tokens": self.num_cached,
-            "num_new_tokens": len(self.tokens), **counts, **seconds,
+            "num_new_tokens": self.num_new, **counts, **seconds,
         }  # fmt: skip
 
     # The engine's thread calls what follows.  ``put`` makes a handle the streamer of its request.
@@ -172,10 +179,8 @@ class RequestHandle:
         self._times.setdefault(event, time.perf_counter())
 
     def record(self, result: StepResult, row: int, committed: int) -> None:
-        """Note the tree of a step whose tokens come next."""
-        self.num_steps += 1
-        self.drafted += result.num_nodes - 1
-        self.accepted += max(committed - 1, 0)
+        """Note the step whose tokens come next."""
+        self._step = result.num_nodes - 1, committed - 1
         trees = result.trees
         if self._request is not None and self._request.needs_trees and trees is not None:
             path = trees.path[row, :committed].tolist()
@@ -188,18 +193,34 @@ class RequestHandle:
             return
         self.note("first")
         tokens = value.tolist()
+        self._count(len(tokens))
         logprobs = self.sequence.logprobs[-len(tokens) :] if self.sequence.request.logprobs is not None else None
         self._notify(EmittedStep(tokens, logprobs, self._tree))
         self._tree = None
 
+    def _count(self, new: int) -> None:
+        """Count the tokens of a step; an accepted one beyond the limit or a stop is none of the text's."""
+        now = time.perf_counter()
+        gap_s = now - self._put_s if self._put_s else None
+        steps = self._step is not None
+        drafted, accepted = self._step or (0, 0)
+        accepted = min(accepted, new)
+        self.num_new += new
+        self.num_steps += steps
+        self.drafted += drafted
+        self.accepted += accepted
+        self._step, self._put_s = None, now
+        self._totals.tokens(self.stats, new, steps=steps, drafted=drafted, accepted=accepted, gap_s=gap_s)
+
     def end(self) -> None:
-        """Do nothing: the engine calls ``finish`` when it has counted the request."""
+        """Do nothing: the engine calls ``finish`` when the sequence has left its row."""
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """End the request, unless it has ended."""
         if self.finish_reason is None:
             self.note("ended")
             self._error = error
+            self._totals.end(self.stats, reason)
             self._notify(None, reason)
 
     def _notify(self, step: EmittedStep | None, reason: str | None = None) -> None:

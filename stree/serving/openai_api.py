@@ -182,7 +182,6 @@ class OpenAIAPI:
     def _end(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             choice.handle.cancel()  # nothing, where it has ended
-            self.metrics.observe(choice.handle)
 
 
 async def _all(choices: Sequence[Choice]) -> list[Piece]:

@@ -58,7 +58,7 @@ def test_sigterm_lets_running_requests_end_and_exits_with_0() -> None:
     server = subprocess.Popen(command, env={**os.environ, "STREE_KEY": "k"}, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
-        assert 'generation_tokens_total{model_name="bundled"} 0.0' in httpx.get(f"{url}/metrics").text
+        assert 'generation_tokens_total{engine="0",model_name="bundled"} 0.0' in httpx.get(f"{url}/metrics").text
         body = {"model": "bundled", "prompt": "Question:", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
         answers: list[httpx.Response] = []
         headers = {"Authorization": "Bearer k"}
@@ -66,7 +66,9 @@ def test_sigterm_lets_running_requests_end_and_exits_with_0() -> None:
             target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60))
         )
         thread.start()
-        wait_for(lambda: 'vllm:num_requests_running{model_name="bundled"} 1' in httpx.get(f"{url}/metrics").text)
+        wait_for(
+            lambda: 'vllm:num_requests_running{engine="0",model_name="bundled"} 1' in httpx.get(f"{url}/metrics").text
+        )
         server.send_signal(signal.SIGTERM)
         thread.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 150
