@@ -48,7 +48,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     for name in ("target", "tokenizer", "drafter", "datastore", "drafter_vocab"):  # workers may be in another folder
         setattr(arguments, name, _absolute(getattr(arguments, name)))
     settings = {"input": checksum(arguments.input)}
-    rows = list(read_rows(arguments.input))
+    rows = read_rows(arguments.input)
     prepare(arguments)  # names mistakes, and fills in the default drafter
     settings |= _settings(arguments, options)
     with open_job(arguments.out, settings) as job:
@@ -80,17 +80,13 @@ def _settings(arguments: argparse.Namespace, options: dict[str, Any]) -> dict[st
 
 def _run(arguments: argparse.Namespace, job: Any, pending: list[Any], total: int) -> None:
     """Run the rows that are left; write each as it comes."""
-    from rich.console import Console
-    from rich.progress import MofNCompleteColumn, Progress
-
+    from stree.cli.progress import RowProgress
     from stree.integrations.ray import local_ray, run_rows
 
     os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")  # a thread of a job that ends must not start Ray anew
     for row in pending:  # rows with random numbers of their own, whatever the others of a call
         row.request.setdefault("seed", arguments.seed + row.number)
-    bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True), transient=True)
-    with local_ray(arguments.workers), bar:
-        task = bar.add_task("rows", total=total, completed=total - len(pending))
+    with local_ray(arguments.workers), RowProgress(total, total - len(pending)) as progress:
         results = run_rows(
             pending, partial(load_rows, arguments), workers=arguments.workers,
             gpus_per_worker=_gpus(arguments), max_batch=arguments.max_batch,
@@ -98,7 +94,7 @@ def _run(arguments: argparse.Namespace, job: Any, pending: list[Any], total: int
         with closing(results):  # before Ray ends
             for result in results:
                 job.add([result])
-                bar.advance(task)
+                progress.advance()
 
 
 def load_rows(arguments: argparse.Namespace) -> Any:
@@ -117,8 +113,8 @@ def load_rows(arguments: argparse.Namespace) -> Any:
 
 def _gpus(arguments: argparse.Namespace) -> float:
     """Return the GPUs of a worker: those asked for, else 1 where there are any to run on."""
-    import ray
-
     if arguments.gpus_per_worker is not None:
         return float(arguments.gpus_per_worker)
+    import ray
+
     return float(arguments.device != "cpu" and ray.cluster_resources().get("GPU", 0) > 0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import os
-import sys
+from pathlib import Path
 from typing import Any
 
 from stree.cli.generate import drafting_options, prepare
@@ -28,6 +29,12 @@ def add_serve(commands: Any) -> None:
     add_drafting(command, default_budget="auto")
     command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of the machine's")
     command.add_argument("--port", type=int, default=8000, help="port to listen at")
+    command.add_argument("--uds", type=Path, help="Unix socket to listen at, instead of host and port")
+    command.add_argument("--root-path", default="", help="prefix that a proxy cuts off the paths of requests")
+    command.add_argument("--log-format", choices=("text", "json"), default="text", help="of lines on standard error")
+    command.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="info has a line a request"
+    )
     command.add_argument("--max-batch", type=int, default=8, help="most requests that run at once")
     command.add_argument("--max-length", type=int, default=4096, help="most tokens of a prompt and its new ones")
     command.add_argument("--max-queue", type=int, default=256, help="most requests that wait, 0 for none; more get 429")
@@ -63,7 +70,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         from stree.serving import Engine, in_own_thread
         from stree.serving.app import create_app
         from stree.serving.first_requests import run_first_requests
-        from stree.serving.server import bind, serve
+        from stree.serving.logs import configure
+        from stree.serving.server import bind, bind_path, serve
         from stree.warming import ALL_BATCHES, compile_steps
 
     def start() -> Engine:
@@ -75,19 +83,31 @@ def _serve(arguments: argparse.Namespace) -> int:
         run_first_requests(engine)
         return engine
 
-    with bind(arguments.host, arguments.port) as listener:  # a mistake there is named before the model is loaded
+    configure(arguments.log_format, arguments.log_level)
+    binding = bind(arguments.host, arguments.port) if arguments.uds is None else bind_path(arguments.uds)
+    with binding as listener:  # a mistake there is named before the model is loaded
         engine = in_own_thread(start)
         try:
             name = arguments.name or arguments.target
             app = create_app(engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6))
-            host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-            said = f"stree serves {name} at http://{host}:{arguments.port}{'' if api_key else ', without a key'}"
-            serve(app, listener, grace=arguments.grace, on_start=lambda: print(said, file=sys.stderr, flush=True))
+            said = f"stree serves {name} at {_address(arguments)}{'' if api_key else ', without a key'}"
+            serve(
+                app, listener, grace=arguments.grace, root_path=arguments.root_path,
+                on_start=lambda: logging.getLogger("stree").info(said),
+            )  # fmt: skip
         finally:
             has_ended = engine.close(timeout=LAST_STEP_S)
     if not has_ended:  # Python's own end would crash under a thread that computes
         os._exit(0)
     return 0
+
+
+def _address(arguments: argparse.Namespace) -> str:
+    """Return where the server listens, as a URL."""
+    if arguments.uds is not None:
+        return f"unix:{arguments.uds}"
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    return f"http://{host}:{arguments.port}{arguments.root_path}"
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
@@ -103,6 +123,9 @@ def _checked(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]
     check_counts(port=arguments.port, max_queue=arguments.max_queue + 1)
     if arguments.port > 65535:
         raise ValueError(f"--port must be at most 65535, got {arguments.port}")
+    root = arguments.root_path
+    if root and (not root.startswith("/") or root.endswith("/")):
+        raise ValueError(f"--root-path must begin with / and not end with it, got {root!r}")
     for option in ("max_body_mb", "cache_mb", "grace"):
         value = getattr(arguments, option)
         if not 0 <= value < float("inf"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,13 +30,14 @@ class Row:
 
     Attributes:
         number: its place in the input, from 0; empty lines do not count.
-        id: its ``id`` or ``custom_id``, else its number.
+        id: its ``id`` or ``custom_id``; else its number, or ``row-NUMBER`` where another row has that number as its id;
+            None for a line that is no object, or that has an id of another type.
         request: what ``request_of`` made of it, or None.
         reason: why it cannot be run, or None.
     """
 
     number: int
-    id: str | int
+    id: str | int | None = None
     request: dict[str, Any] | None = None
     reason: str | None = None
 
@@ -54,7 +55,7 @@ def checksum(path: Path) -> str:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path) -> list[Row]:
     """Read the rows of a Parquet file (``.parquet``) or of JSON lines (any other name).
 
     An id that an earlier row has makes a row one that cannot be run, whether or not the earlier one can.
@@ -63,32 +64,53 @@ def read_rows(path: Path) -> Iterator[Row]:
         ValueError: a file that cannot be read, or Parquet without a column of prompts; the message names it.
         RuntimeError: Parquet without pyarrow.
     """
+    lines = [*(_parquet(path) if path.suffix.lower() == ".parquet" else _json_lines(path))]
+    given = {own for own in map(_own_id, lines) if _is_id(own)}
     known: set[str | int] = set()
-    for number, found in enumerate(_parquet(path) if path.suffix.lower() == ".parquet" else _json_lines(path)):
-        row = _row(number, found)
+    rows: list[Row] = []
+    for number, line in enumerate(lines):
+        row = _row(number, line, given)
         if row.reason is None and row.id in known:
             row = Row(number, row.id, reason=f"an earlier row has the id {row.id!r}")
-        known.add(row.id)
-        yield row
+        if row.id is not None:
+            known.add(row.id)
+        rows.append(row)
+    return rows
 
 
-def _row(number: int, found: Any) -> Row:
-    """Make a row of what a line holds, or of why it holds nothing."""
+def _row(number: int, found: Any, given: Set[str | int]) -> Row:
+    """Make a row of what a line holds, or of why it holds nothing; ``given`` are the ids of all rows."""
     if isinstance(found, ValueError):
-        return Row(number, number, reason=str(found))
-    if not isinstance(found, dict):
-        return Row(number, number, reason=f"a row must be an object, got {type(found).__name__}")
-    own = found.get("id") if found.get("id") is not None else found.get("custom_id")
+        return Row(number, reason=str(found))
+    own = _own_id(found)
     if own is None:
-        own = number
-    if isinstance(own, float) and own.is_integer():  # as pandas writes a column with gaps
-        own = int(own)
-    if not isinstance(own, (str, int)) or isinstance(own, bool):
-        return Row(number, number, reason=f"id must be a string or an integer, got {own!r:.80}")
+        own = _free_id(number, given)
+    if not _is_id(own):
+        return Row(number, reason=f"id must be a string or an integer, got {own!r:.80}")
     try:
         return Row(number, own, request_of(found))
     except (TypeError, ValueError) as error:
         return Row(number, own, reason=str(error))
+
+
+def _own_id(found: Any) -> Any:
+    """Return what a row has as its id; None where there is nothing."""
+    if isinstance(found, ValueError):
+        return None
+    own = found.get("id") if found.get("id") is not None else found.get("custom_id")
+    return int(own) if isinstance(own, float) and own.is_integer() else own  # as pandas writes a column with gaps
+
+
+def _is_id(own: Any) -> bool:
+    return isinstance(own, (str, int)) and not isinstance(own, bool)
+
+
+def _free_id(number: int, given: Set[str | int]) -> str | int:
+    """Return the number of a row, or ``row-NUMBER`` where another row has that number as its id."""
+    own: str | int = number
+    while own in given:
+        own = f"row-{number}" if own == number else f"{own}-"
+    return own
 
 
 def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +200,10 @@ def _json_lines(path: Path) -> Iterator[Any]:
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8")
                 if text.strip():
-                    yield _parsed(text, f"line {number}")
+                    found = _parsed(text, f"line {number}")
+                    is_object = isinstance(found, dict)
+                    kind = type(found).__name__
+                    yield found if is_object else ValueError(f"line {number}: a row must be an object, got {kind}")
             except ValueError as error:
                 is_json = not isinstance(error, UnicodeDecodeError)
                 yield error if is_json else ValueError(f"line {number} is no UTF-8 text: {error}")

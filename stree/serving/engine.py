@@ -30,12 +30,12 @@ from stree.serving.handle import QueueFull, RequestHandle
 from stree.serving.prefill import Prefill, default_chunk
 from stree.serving.prefix_cache import KeptPrefix, PrefixCache
 from stree.serving.running import MOST_STOPS, RunningBatch
+from stree.serving.totals import Totals
 from stree.verify import Verifier
 
 __all__ = ["Engine"]
 
 logger = logging.getLogger("stree")
-TOTALS = ("requests", "prompt_tokens", "cached_tokens", "new_tokens", "steps", "drafted", "accepted")
 
 
 class Engine:
@@ -62,6 +62,7 @@ class Engine:
 
     Attributes:
         problem: why no request is taken any more, or None.
+        totals: sums over all requests, and who is told of every step.
 
     Raises:
         ValueError: an argument outside its range, or states that memory cannot hold.
@@ -87,7 +88,7 @@ class Engine:
         self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()
         self._handles: dict[Request, RequestHandle] = {}  # of the running sequences
-        self._totals = dict.fromkeys(TOTALS, 0)
+        self.totals = Totals()
         self.problem: str | None = None
         self._closing: float | None = None  # when the last requests are cancelled
         self._changed = threading.Condition()
@@ -121,7 +122,7 @@ class Engine:
             QueueFull: too many requests wait.
             RuntimeError: the engine is closed, or its thread has ended by an error.
         """
-        handle = RequestHandle()
+        handle = RequestHandle(self.totals)
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
@@ -134,19 +135,21 @@ class Engine:
         with self._changed:
             if self.problem is not None:
                 raise RuntimeError(self.problem)
-            free = max(self.max_batch - len(self._begun()), 0)
-            if self.max_queue is not None and len(self._waiting) >= self.max_queue + free:
-                raise QueueFull(f"{len(self._waiting)} requests wait already")
+            most, num_open = self.max_batch + (self.max_queue or 0), self.totals.num_open
+            if self.max_queue is not None and num_open >= most:
+                raise QueueFull(f"{num_open} requests run or wait already, of at most {most}")
             self._waiting.append((handle, request))
-            self._totals["requests"] += 1
+            self.totals.sums["requests"] += 1
             self._changed.notify_all()
         return handle
 
     @property
     def stats(self) -> dict[str, int]:
-        """Requests that run and wait now, and sums over all requests so far, JSON-able."""
+        """Requests that run and wait now, tokens of those that run, and sums over all requests so far, JSON-able."""
         with self._changed:
-            return {"running": len(self._begun()), "waiting": len(self._waiting), **self._totals}
+            begun = self._begun()
+            held = sum(len(request.prompt) + handle.num_new for handle, request in begun)
+            return {"running": len(begun), "waiting": len(self._waiting), "held_tokens": held, **self.totals.sums}
 
     def clear_cache(self) -> None:
         """Drop the states of earlier texts, from any thread; of the requests that run now none is kept."""
@@ -252,8 +255,8 @@ class Engine:
         """Let a prefilled request run, and emit its first token."""
         with self._changed:
             self._handles[request] = handle
-            self._totals["prompt_tokens"] += len(request.prompt)
-            self._totals["cached_tokens"] += handle.num_cached
+        queried = len(request.prompt) if self._cache.max_bytes else 0
+        self.totals.prompt(len(request.prompt), queried, handle.num_cached)
         handle.sequence = self._batch.add(request)
         self._batch.join(handle.sequence, prefilled)
         self._leave()
@@ -265,10 +268,6 @@ class Engine:
             return
         with self._changed:
             handles = [self._handles.pop(sequence.request) for sequence in ended]
-            for sequence, handle in zip(ended, handles, strict=True):
-                counts = len(sequence.new), sequence.counts.steps, handle.drafted, handle.accepted
-                for name, count in zip(("new_tokens", "steps", "drafted", "accepted"), counts, strict=True):
-                    self._totals[name] += count
         for sequence, handle in zip(ended, handles, strict=True):
             handle.finish(sequence.reason or "error")
         if self._cache.max_bytes and self._drafter.hidden_layers is None:

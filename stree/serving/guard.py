@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from contextlib import suppress
 from typing import Any
 
 from stree.serving.errors import APIError, error_event, error_response, stopping
+from stree.serving.logs import log_request
 
 __all__ = ["Guard", "OpenRequests"]
 
@@ -16,6 +18,7 @@ logger = logging.getLogger("stree")
 
 OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/", "/openapi.json"}
 ID_HEADER, LONGEST_ID = b"x-request-id", 128
+LEFT = 499  # in the log: the client has left before an answer
 LAST_EVENT_S = 1.0  # that a client has to read the end of its stream
 
 
@@ -48,7 +51,7 @@ class OpenRequests:
 
 
 class Guard:
-    """An ASGI application around another one, whose every response has the id that the request has or is given.
+    """An ASGI application around another one: every response has its request's id, or a new one, and is logged.
 
     Args:
         app: the other one.
@@ -68,12 +71,12 @@ class Guard:
             return
         given = dict(scope["headers"]).get(ID_HEADER, b"")
         request_id = given if 0 < len(given) <= LONGEST_ID else secrets.token_hex(16).encode()
-        is_started = False
+        status, began = None, time.perf_counter()
 
         async def named(message: Any) -> None:
-            nonlocal is_started
+            nonlocal status
             if message["type"] == "http.response.start":
-                is_started = True
+                status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), (ID_HEADER, request_id)]}
             await send(message)
 
@@ -83,10 +86,12 @@ class Guard:
         except APIError as error:
             await error_response(error)(scope, receive, named)
         except Exception as error:
-            if is_started:
+            if status is not None:
                 raise
-            logger.exception("the request %s failed", request_id.decode("latin-1"))
+            logger.exception("the request %s failed", ascii(request_id.decode("latin-1")))
             await error_response(APIError(500, f"the server failed: {type(error).__name__}"))(scope, receive, named)
+        finally:
+            log_request(scope, request_id.decode("latin-1"), status or LEFT, began)
 
     async def _post(self, scope: Any, receive: Any, send: Any) -> None:
         """Run a request until the server ends it: then it is answered by an error, a stream by an event and its end."""
@@ -122,7 +127,8 @@ class Guard:
 
     def _check(self, scope: Any) -> None:
         headers = dict(scope["headers"])
-        if self._key is not None and scope["path"] not in OPEN_PATHS:
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._key is not None and path not in OPEN_PATHS:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if scheme.lower() != b"bearer" or not secrets.compare_digest(given.strip(), self._key):
                 raise APIError(401, "the API key is missing or wrong", headers={"WWW-Authenticate": "Bearer"})

@@ -17,6 +17,7 @@ from stree.decode.request import Request
 from stree.decode.sequences import Text
 from stree.decode.stats import Generation
 from stree.decode.step_records import AcceptedCounts, StepRecord
+from stree.serving.totals import Totals
 
 __all__ = ["EmittedStep", "QueueFull", "RequestHandle"]
 
@@ -45,17 +46,23 @@ class RequestHandle:
 
     Iterating from several places gives every one all tokens.  If decoding fails, iterating ends with the error.
 
+    Args:
+        totals: count its tokens and its end.
+
     Attributes:
         finish_reason: "stop", "length", "cancelled" or "error"; None while it waits or runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, totals: Totals) -> None:
         self.finish_reason: str | None = None
+        self._totals = totals
         self.sequence: Text | None = None  # what follows belongs to the engine's thread
         self.is_cancelled = False
-        self.num_cached = self.cache_epoch = self.drafted = self.accepted = self._num_accepted = 0
+        self.num_cached = self.cache_epoch = self.num_new = self.drafted = self.accepted = 0
         self._request: Request | None = None
         self._steps: list[EmittedStep] = []
+        self._step: tuple[int, int] | None = None  # nodes that the next tokens' step has drafted and accepted
+        self._put_s = 0.0  # time of the tokens before
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
@@ -147,7 +154,7 @@ class RequestHandle:
         counts = {**self.counts.report(), "drafted": self.drafted, "accepted": self.accepted}
         return {
             "num_prompt_tokens": len(self.prompt), "num_cached_tokens": self.num_cached,
-            "num_new_tokens": len(self.tokens), **counts, **seconds,
+            "num_new_tokens": self.num_new, **counts, **seconds,
         }  # fmt: skip
 
     # The engine's thread calls what follows.  ``put`` makes a handle the streamer of its request.
@@ -162,8 +169,7 @@ class RequestHandle:
 
     def record(self, num_drafted: int, num_accepted: int) -> None:
         """Note a step whose tokens come next."""
-        self.drafted += num_drafted
-        self._num_accepted = num_accepted
+        self._step = num_drafted, num_accepted
 
     def put(self, value: Tensor) -> None:
         """Take the prompt first, which is known, and then the tokens of every step."""
@@ -172,18 +178,32 @@ class RequestHandle:
             return
         self.note("first")
         tokens = value.tolist()
-        self.accepted += min(self._num_accepted, len(tokens))  # what is behind the text's end is not counted
+        self._count(len(tokens))
         logprobs = self.sequence.logprobs[-len(tokens) :] if self.sequence.request.logprobs is not None else None
         self._notify(EmittedStep(tokens, logprobs, self.sequence.steps[-1] if self.sequence.steps else None))
 
+    def _count(self, new: int) -> None:
+        """Count the tokens of a step; an accepted one beyond the limit or a stop is none of the text's."""
+        now = time.perf_counter()
+        gap_s = now - self._put_s if self._put_s else None
+        steps = self._step is not None
+        drafted, accepted = self._step or (0, 0)
+        accepted = min(accepted, new)
+        self.num_new += new
+        self.drafted += drafted
+        self.accepted += accepted
+        self._step, self._put_s = None, now
+        self._totals.tokens(self.stats, new, steps=steps, drafted=drafted, accepted=accepted, gap_s=gap_s)
+
     def end(self) -> None:
-        """Do nothing: the engine calls ``finish`` when it has counted the request."""
+        """Do nothing: the engine calls ``finish`` when the sequence has left its row."""
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """End the request, unless it has ended."""
         if self.finish_reason is None:
             self.note("ended")
             self._error = error
+            self._totals.end(self.stats, reason)
             self._notify(None, reason)
 
     def _notify(self, step: EmittedStep | None, reason: str | None = None) -> None:

@@ -156,6 +156,7 @@ class OpenAIAPI:
         chunk: dict[str, Any], part: Callable[..., dict[str, Any]],
     ) -> Any:  # fmt: skip
         """Stream the answer, or wait for all of it; a client that leaves cancels it."""
+        request.state.handles = [choice.handle for choice in choices]  # for the log
         num_prompt_tokens = sum(len(choice.handle.prompt) for choice in choices[:: body.n or 1])
         if body.stream:
             events = self._events(body, choices, chunk, part, num_prompt_tokens)
@@ -187,7 +188,6 @@ class OpenAIAPI:
     def _end(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             choice.handle.cancel()  # nothing, where it has ended
-            self.metrics.observe(choice.handle)
 
 
 async def _all(choices: Sequence[Choice]) -> list[Piece]:

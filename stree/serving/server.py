@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 import socket
+import stat
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-__all__ = ["bind", "serve"]
+__all__ = ["bind", "bind_path", "serve"]
 
 ANSWER_S = 2.0  # that clients have to read the last answers, once the grace is over
 
@@ -31,6 +33,34 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
     return listener
+
+
+@contextmanager
+def bind_path(path: Path) -> Iterator[socket.socket]:
+    """Bind a socket to a path, which is removed at the end; it does not listen before ``serve``.
+
+    Raises:
+        OSError: a process listens there, something else is there, or the folder is not to be written to.
+    """
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode) and not _listens(path):
+            path.unlink()  # a server that was killed has left it
+        listener.bind(str(path))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen at {path}: {error.strerror or error}") from error
+    with listener:
+        try:
+            yield listener
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _listens(path: Path) -> bool:
+    """Return whether a process listens at a path."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(str(path)) == 0
 
 
 class _Server(uvicorn.Server):
@@ -80,8 +110,9 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    app: FastAPI, listener: socket.socket, *, grace: float = 30.0, on_start: Callable[[], None] = lambda: None
-) -> None:
+    app: FastAPI, listener: socket.socket, *, grace: float = 30.0, on_start: Callable[[], None] = lambda: None,
+    root_path: str = "",
+) -> None:  # fmt: skip
     """Serve until SIGTERM or SIGINT.
 
     From the first signal on new requests are refused by 503, while those that run have ``grace`` seconds to end; what
@@ -89,11 +120,13 @@ def serve(
 
     Args:
         app: of ``create_app``.
-        listener: of ``bind``; it is closed at the end.
+        listener: of ``bind`` or ``bind_path``; it is closed at the end.
         grace: seconds.
         on_start: called once the server listens.
+        root_path: that a proxy before it has cut off the paths of requests.
 
     Raises:
         OSError: another process listens at that address now.
     """
-    _Server(uvicorn.Config(app, log_level="warning", lifespan="off"), app, grace, on_start).run([listener])
+    config = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off", root_path=root_path)
+    _Server(config, app, grace, on_start).run([listener])

@@ -5,6 +5,7 @@ Run: python -m pytest tests/cli/test_serve.py
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -25,7 +27,9 @@ MISTAKES = {
     "--cache-mb nan": "--cache-mb must be", "--grace inf": "--grace must be", "--budget many": "--budget must be",
     "--growth oak": "oak", "--growth calibrated:8 --budget 4": "sets a budget of 8 nodes",
     "--verifier maybe": "--verifier must be", "--api-key-env NO_SUCH_NAME": "NO_SUCH_NAME",
-    "--prefill-chunk 0": "prefill_chunk", "--drafter nowhere": "nowhere",
+    "--root-path api": "--root-path must begin with /", "--root-path /api/": "--root-path must begin with /",
+    "--uds nowhere/s": "cannot listen at nowhere/s", "--prefill-chunk 0": "prefill_chunk",
+    "--drafter nowhere": "nowhere",
 }  # fmt: skip
 
 
@@ -49,6 +53,35 @@ def test_an_address_that_cannot_be_taken_is_named_before_the_model_is_loaded(
 
 
 @pytest.mark.slow
+def test_a_server_at_a_socket_behind_a_proxy_with_lines_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "stree.sock"
+    with socket.socket(socket.AF_UNIX) as left:  # by a server that was killed
+        left.bind(str(path))
+    command = [sys.executable, "-m", "stree.cli", "serve", "bundled", "--uds", str(path), "--root-path", "/api"]
+    command += ["--log-format", "json", "--api-key-env", "STREE_KEY"]
+    server = subprocess.Popen(command, env={**os.environ, "STREE_KEY": "k"}, stderr=subprocess.PIPE, text=True)
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://stree", timeout=60) as client:
+            wait_for(lambda: client.get("/ready").status_code == 200)
+            assert main(["serve", "bundled", "--uds", str(path)]) == 2, "it is in use"
+            assert client.get("/v1/models").status_code == 401
+            assert client.get("/openapi.json").json()["servers"] == [{"url": "/api"}]
+            client.headers["Authorization"] = "Bearer k"
+            body = {"model": "bundled", "prompt": "Question:", "max_tokens": 5, "ignore_eos": True}
+            assert client.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 5
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(30) == 0 and not path.exists()
+    finally:
+        server.kill()
+        assert server.stderr is not None
+        records = [json.loads(line) for line in server.stderr.read().splitlines()]
+    assert records[0]["message"] == f"stree serves bundled at unix:{path}"
+    assert [(each["path"], each["status"]) for each in records[1:]] == [
+        ("/api/v1/models", 401), ("/api/openapi.json", 200), ("/api/v1/completions", 200),
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
 def test_sigterm_lets_running_requests_end_and_exits_with_0() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -58,7 +91,7 @@ def test_sigterm_lets_running_requests_end_and_exits_with_0() -> None:
     server = subprocess.Popen(command, env={**os.environ, "STREE_KEY": "k"}, stderr=subprocess.PIPE, text=True)
     try:
         wait_for(lambda: httpx.get(f"{url}/ready").status_code == 200)
-        assert 'generation_tokens_total{model_name="bundled"} 0.0' in httpx.get(f"{url}/metrics").text
+        assert 'generation_tokens_total{engine="0",model_name="bundled"} 0.0' in httpx.get(f"{url}/metrics").text
         body = {"model": "bundled", "prompt": "Question:", "max_tokens": 150, "ignore_eos": True, "temperature": 0}
         answers: list[httpx.Response] = []
         headers = {"Authorization": "Bearer k"}
@@ -66,7 +99,9 @@ def test_sigterm_lets_running_requests_end_and_exits_with_0() -> None:
             target=lambda: answers.append(httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60))
         )
         thread.start()
-        wait_for(lambda: 'vllm:num_requests_running{model_name="bundled"} 1' in httpx.get(f"{url}/metrics").text)
+        wait_for(
+            lambda: 'vllm:num_requests_running{engine="0",model_name="bundled"} 1' in httpx.get(f"{url}/metrics").text
+        )
         server.send_signal(signal.SIGTERM)
         thread.join()
         assert answers[0].json()["usage"]["completion_tokens"] == 150

@@ -6,7 +6,7 @@ import json
 import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from helpers.tiny_pairs import save_tiny
 
 import stree
 from stree.cli import main
+from stree.cli.progress import RowProgress
 from stree.drafters import SuffixDrafter
 from stree.inputs import ASSETS, load_tokenizer
 from stree.integrations.batch_folder import open_job
@@ -86,7 +87,7 @@ REJECTED = [
 def rows_of(folder: Path, *lines: Any) -> list[Row]:
     path = folder / "input.jsonl"
     path.write_bytes(b"\n".join(line if isinstance(line, bytes) else str(line).encode() for line in lines))
-    return list(read_rows(path))
+    return read_rows(path)
 
 
 @pytest.mark.parametrize(("line", "id", "request_"), RUN)
@@ -109,10 +110,31 @@ def test_a_body_may_have_what_changes_no_text(name: str, value: Any, tmp_path: P
 
 
 def test_the_second_row_of_an_id_is_rejected_and_empty_lines_do_not_count(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, '{"prompt": "a", "id": 2}', "", '{"prompt": "b"}', '{"prompt": "c"}')
+    rows = rows_of(tmp_path, '{"prompt": "a", "id": 7}', "", '{"prompt": "b"}', '{"prompt": "c", "id": 7}')
     assert [(row.number, row.id, row.reason) for row in rows] == [
-        (0, 2, None), (1, 1, None), (2, 2, "an earlier row has the id 2"),
+        (0, 7, None), (1, 1, None), (2, 7, "an earlier row has the id 7"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [([2, None, None], [2, 1, "row-2"]), ([None, 0], ["row-0", 0]), (["row-1", 1.0, 0, None, 3, "row-3"], None)],
+)
+def test_a_row_without_an_id_rejects_no_row_that_has_one(ids: list[Any], expected: Any, tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, *(json.dumps({"prompt": "a", "id": own}) for own in ids))
+    assert [row.id for row in rows] == (expected or ["row-1", 1, 0, "row-3-", 3, "row-3"])
+    assert not any(row.reason for row in rows)
+
+
+def test_a_line_that_is_no_row_is_reported_by_its_line_and_under_no_row_s_id(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, '{"prompt": "a", "id": 1}', "", '{"pro', "3", '{"prompt": "a", "id": true}')
+    with open_job(tmp_path / "out", {}) as job:
+        assert job.pending(rows) == [Row(0, 1, {"prompt": "a"})]
+    lines = (tmp_path / "out" / "rejected.jsonl").read_text().splitlines()
+    found = [(record["id"], record["row"], record["reason"]) for record in map(json.loads, lines)]
+    assert [own for own, _, _ in found] == [None] * 3 and [row for _, row, _ in found] == [1, 2, 3]
+    assert found[0][2].startswith("line 3 is not JSON")
+    assert found[1][2] == "line 4: a row must be an object, got int"
 
 
 def test_parquet_is_read_and_one_that_is_torn_or_without_prompts_is_refused(tmp_path: Path) -> None:
@@ -123,13 +145,13 @@ def test_parquet_is_read_and_one_that_is_torn_or_without_prompts_is_refused(tmp_
     columns = {"id": ["x", None], "prompt": ["a", None], "messages": [None, TURNS], "max_tokens": [None, 3]}
     parquet.write_table(pyarrow.table(columns), path)
     chat = {"messages": TURNS, "max_new_tokens": 3}
-    assert list(read_rows(path)) == [Row(0, "x", {"prompt": "a"}), Row(1, 1, chat)]
+    assert read_rows(path) == [Row(0, "x", {"prompt": "a"}), Row(1, 1, chat)]
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"cannot read .*rows\.parquet as Parquet: "):
-        list(read_rows(path))
+        read_rows(path)
     parquet.write_table(pyarrow.table({"text": ["a"]}), path)
     with pytest.raises(ValueError, match=r"rows\.parquet has none of the columns prompt, messages, body; it has text"):
-        list(read_rows(path))
+        read_rows(path)
 
 
 ROWS = [Row(number, f"r{number}", {"prompt": "a"}) for number in range(4)] + [Row(4, "r1", reason="twice")]
@@ -357,3 +379,32 @@ def test_a_job_of_rejected_rows_alone_needs_no_ray(
     words = ["batch", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out"), "--target", target_folder]
     assert main(words) == 0 == main(words)
     assert written(tmp_path / "out", "rejected.jsonl") == [0]
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter(range(0, 100, 4))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    with RowProgress(9, 2) as progress:
+        for _ in range(4):
+            progress.advance()
+    assert capsys.readouterr().err.splitlines() == [f"stree: {done} of 9 rows" for done in (2, 5, 6)]
+
+
+def test_the_command_writes_its_progress_where_standard_error_is_no_terminal(
+    target_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def in_this_process(rows: list[Row], load: Any, **_: Any) -> Iterator[dict[str, Any]]:
+        for row, found in zip(rows, load().run([row.request for row in rows]), strict=True):
+            yield {"row": row.number, "id": row.id, **found}
+
+    monkeypatch.setattr("stree.integrations.ray.run_rows", in_this_process)
+    monkeypatch.setattr("stree.integrations.ray.local_ray", lambda workers: nullcontext())
+    (tmp_path / "input.jsonl").write_text('{"prompt": "w1"}\n' * 2)
+    words = ["batch", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out"), "--target", target_folder]
+    assert main([*words, "--gpus-per-worker", "0", "--max-new-tokens", "1", "--drafter", "none"]) == 0
+    assert [line for line in capsys.readouterr().err.splitlines() if "rows" in line] == [
+        "stree: 0 of 2 rows", "stree: 2 of 2 rows",
+    ]  # fmt: skip
+    assert written(tmp_path / "out") == [0, 1]

@@ -85,7 +85,9 @@ def test_texts_of_the_command_end_at_stop_strings_and_the_tokenizers_stop_token(
     rows = [{"id": number, "prompt": "x\n", "stop": own} for number, own in enumerate(stops)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "-m", "stree.cli", "batch", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
-    subprocess.run([*command, "--target", str(tmp_path / "model"), "--max-new-tokens", "20"], check=True)
+    command += ["--target", str(tmp_path / "model"), "--max-new-tokens", "20"]
+    done = subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
+    assert {"stree: 0 of 4 rows", "stree: 4 of 4 rows"} <= {*done.stderr.splitlines()}, done.stderr
     found = sorted((row["id"], row["text"], row["finish_reason"]) for row in finished(tmp_path / "out"))
     assert found == [(0, "日us", "stop"), (1, "日us", "stop"), (2, "", "stop"), (3, "日", "stop")]
 

@@ -298,3 +298,29 @@ def test_threads_read_while_the_engine_runs(engine: stree.Engine) -> None:
     for thread in threads:
         thread.join(60)
     assert read == [handle.tokens] * 3 and len(read[0]) == LIMITS[7]
+
+
+class _SlowToStart(SuffixDrafter):
+    """Starts once it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked, self.may_start = threading.Event(), threading.Event()
+
+    def start(self, *arguments: Any, **options: Any) -> Any:
+        self.is_asked.set()
+        assert self.may_start.wait(20)
+        return super().start(*arguments, **options)
+
+
+def test_without_a_queue_no_request_waits_while_another_one_begins() -> None:
+    drafter = _SlowToStart()
+    with stree.Engine(launched(), drafter, budget=4, max_batch=2, max_length=96, max_queue=0) as engine:
+        handles = [submit(engine, 0)]
+        assert drafter.is_asked.wait(60)
+        handles.append(submit(engine, 1))
+        with pytest.raises(stree.QueueFull, match="2 requests run or wait already, of at most 2"):
+            submit(engine, 2)
+        drafter.may_start.set()
+        assert [len(handle.result(60).sequences[0]) for handle in handles] == [16, 14]
+        submit(engine, 2).result(60)

@@ -65,7 +65,7 @@ def test_first_requests_show_an_engine_that_cannot_decode_and_are_not_counted(mo
             run_first_requests(engine)
             assert engine.stats["requests"] == 2 * (max_length > 1)
             metrics = TestClient(create_app(engine, tokenizer, "tiny")).get("/metrics").text
-            assert 'vllm:generation_tokens_total{model_name="tiny"} 0.0' in metrics
+            assert 'vllm:generation_tokens_total{engine="0",model_name="tiny"} 0.0' in metrics
     with stree.Engine(lm, max_length=64) as engine:
         monkeypatch.setattr(lm, "prefill", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a broken device")))
         with pytest.raises(stree.GenerationError, match="broken device"):

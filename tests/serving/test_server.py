@@ -13,12 +13,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fastapi.testclient import TestClient
 from helpers.http_served import CONVERSATION, KEY, NEUTRAL, PROMPT, REFUSED, TOOL_TEMPLATE, Served, as_a_template_has_it
 
 import stree
 from stree.rule_fields import tokenized_words
-from stree.serving.app import create_app
 
 
 def test_completions_are_the_texts_of_generate(served: Served) -> None:
@@ -117,15 +115,6 @@ def test_models_errors_and_reports(served: Served) -> None:
         served.client.with_options(api_key="wrong").models.list()
     assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
     assert "version" in httpx.get(f"{served.url}/version").json()
-
-
-def test_metrics_have_vllms_names_before_the_first_request(served: Served) -> None:
-    metrics = TestClient(create_app(served.engine, served.tokenizer, "new")).get("/metrics").text
-    for name in ("num_requests_running", "generation_tokens_total", "spec_decode_num_accepted_tokens_total"):
-        assert f'vllm:{name}{{model_name="new"}}' in metrics
-    assert 'vllm:time_to_first_token_seconds_count{model_name="new"} 0.0' in metrics
-    for reason in ("stop", "length", "abort"):
-        assert f'vllm:request_success_total{{finished_reason="{reason}",model_name="new"}} 0.0' in metrics
 
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 2}

@@ -1,0 +1,102 @@
+"""Metrics of the server: they move with every step, under the names and labels of vLLM.
+
+Run: python -m pytest tests/serving/test_metrics.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from helpers.tiny_models import patched, tiny_model
+from prometheus_client.parser import text_string_to_metric_families
+
+import stree
+from stree.drafters import ModelDrafter
+from stree.growth import Chain
+from stree.inputs import ASSETS, load_tokenizer
+from stree.serving.app import create_app
+from stree.serving.metrics import Metrics
+
+# From https://docs.vllm.ai/en/stable/usage/metrics/.
+NAMES = [
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
+    "generation_tokens_total", "prefix_cache_queries_total", "prefix_cache_hits_total", "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total", "time_to_first_token_seconds_count",
+    "inter_token_latency_seconds_count", "request_time_per_output_token_seconds_count",
+    "e2e_request_latency_seconds_count", "request_queue_time_seconds_count", "request_prefill_time_seconds_count",
+    "request_decode_time_seconds_count", "request_inference_time_seconds_count", "request_prompt_tokens_count",
+    "request_generation_tokens_count",
+]  # fmt: skip
+
+
+def values(text: bytes | str) -> dict[str, float]:
+    """The series of a scrape, by their names and the labels beside those of the model and the engine."""
+    text = text.decode() if isinstance(text, bytes) else text
+    found = {}
+    for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
+        labels = dict(sample.labels)
+        if sample.name.startswith("vllm:"):
+            assert (labels.pop("model_name"), labels.pop("engine")) == ("tiny", "0")
+        found[" ".join([sample.name.removeprefix("vllm:"), *labels.values()])] = sample.value
+    return found
+
+
+@pytest.fixture(scope="module")
+def lm() -> stree.TreeLM:
+    return patched(tiny_model("mamba2", eos_token_id=0))
+
+
+def test_every_series_is_there_before_the_first_request(lm: stree.TreeLM) -> None:
+    tokenizer = load_tokenizer(str(ASSETS / "target"))
+    with stree.Engine(lm, "none", budget=1, max_batch=1, max_length=64) as engine:
+        found = values(TestClient(create_app(engine, tokenizer, "tiny")).get("/metrics").text)
+    reasons = [f"request_success_total {reason}" for reason in ("stop", "length", "error", "abort")]
+    positions = [f"spec_decode_num_accepted_tokens_per_pos_total {position}" for position in range(16)]
+    assert {name: found[name] for name in (*NAMES, *reasons, *positions)} == dict.fromkeys(
+        (*NAMES, *reasons, *positions), 0.0
+    )
+    assert found["process_resident_memory_bytes"] > 1e6
+
+
+def test_series_move_with_every_step_and_end_at_the_sums_of_the_request(lm: stree.TreeLM) -> None:
+    texts: list[bytes] = []
+    metrics: list[Metrics] = []
+
+    def scrape() -> None:
+        texts.extend(each.text() for each in metrics)
+
+    options: dict[str, Any] = {"budget": 1, "max_batch": 2, "max_length": 50, "cache_bytes": 10**6}
+    with stree.Engine(lm, "none", before_step=scrape, **options) as engine:
+        metrics.append(Metrics(engine, "tiny"))
+        engine.submit([5, 6, 7], max_new_tokens=8, ignore_eos=True).result(60)
+        engine.submit([5, 6, 7, 8], max_new_tokens=1, ignore_eos=True).result(60)
+        end = values(metrics[0].text())
+    scrapes = [*map(values, texts)]
+    first = [scrape for scrape in scrapes if scrape["prompt_tokens_total"] == 3 and scrape["num_requests_running"] == 1]
+    first = [scrape for scrape in first if scrape["request_success_total length"] == 0]
+    assert [scrape["generation_tokens_total"] for scrape in first] == [*range(2, 8)]
+    assert [scrape["inter_token_latency_seconds_count"] for scrape in first] == [*range(1, 7)]
+    assert [scrape["time_to_first_token_seconds_count"] for scrape in first] == [1] * 6
+    assert [scrape["kv_cache_usage_perc"] for scrape in first] == [(3 + new) / 100 for new in range(2, 8)]
+    counts = {
+        "prompt_tokens_total": 7, "prefix_cache_queries_total": 7, "generation_tokens_total": 9,
+        "spec_decode_num_drafts_total": 7, "request_success_total length": 2, "request_prompt_tokens_sum": 7,
+        "request_generation_tokens_sum": 9, "request_queue_time_seconds_count": 2, "kv_cache_usage_perc": 0,
+        "num_requests_running": 0, "request_time_per_output_token_seconds_count": 1,
+    }  # fmt: skip
+    assert {name: end[name] for name in counts} == counts
+
+
+@pytest.mark.parametrize(("limit", "accepted"), [(3, 2), (6, 4), (7, 5)])
+def test_accepted_tokens_beyond_the_limit_are_not_counted(lm: stree.TreeLM, limit: int, accepted: int) -> None:
+    """The target drafts for itself, four tokens a step, and a step emits one more of its own."""
+    with stree.Engine(lm, ModelDrafter(lm), growth=Chain(4), budget=5, max_batch=1, max_length=64) as engine:
+        metrics = Metrics(engine, "tiny")
+        handle = engine.submit([5, 6, 7], max_new_tokens=limit, ignore_eos=True)
+        handle.result(60)
+        found = values(metrics.text())
+    by_depth = [found[f"spec_decode_num_accepted_tokens_per_pos_total {depth}"] for depth in range(16)]
+    assert found["spec_decode_num_accepted_tokens_total"] == handle.stats["accepted"] == sum(by_depth) == accepted
+    assert by_depth == sorted(by_depth, reverse=True) and by_depth[0] == found["spec_decode_num_drafts_total"]
