@@ -19,6 +19,7 @@ from stree.serving.prefill import default_chunk
 
 def test_on_cuda_a_prompt_runs_at_once_as_far_as_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, extent = launched(), Extent(2, 8192, 64, prompt_length=8192, single_rows=1)
+    needed_bytes(lm, NoDrafter(), extent)  # states are measured on the device that is there, and not again
     assert default_chunk(lm, NoDrafter(), extent) == 512
     monkeypatch.setattr(stree.TreeLM, "device", torch.device("cuda"))
     whole = needed_bytes(lm, NoDrafter(), extent)
