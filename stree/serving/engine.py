@@ -296,4 +296,4 @@ class Engine:
         """Note a step that was read in the handles of its rows."""
         for text, count in zip(texts, committed, strict=True):
             if count and (handle := self._handles.get(text.request)) is not None:
-                handle.record(result.num_nodes - 1, count - 1)
+                handle.record(result.num_nodes, count - 1)

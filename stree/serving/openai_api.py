@@ -141,12 +141,13 @@ class OpenAIAPI:
             return self._engine.submit(
                 prompt, sampling=body.sampling, max_new_tokens=limit,
                 stop_token_ids={*ends, *(body.stop_token_ids or ())}, stop_strings=body.stops,
-                tokenizer=self.token_bytes, logprobs=body.top_logprobs_wanted, seed=seed, trees=trees, **rules,
+                tokenizer=self.token_bytes, logprobs=body.top_logprobs_wanted, seed=seed, trees=trees,
+                budget=body.budget, **rules,
             )  # fmt: skip
         except QueueFull as error:
             raise APIError(429, str(error), headers={"Retry-After": "1"}) from error
         except (ValueError, TypeError) as error:
-            param = next((name for name in RULE_FIELDS if str(error).startswith(name)), "prompt")
+            param = next((name for name in ("budget", *RULE_FIELDS) if str(error).startswith(name)), "prompt")
             raise APIError(400, str(error), param=param) from error
         except RuntimeError as error:
             raise APIError(503, str(error)) from error

@@ -44,6 +44,7 @@ class GenerationRequest(BaseModel):
     stop: Stops = []
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
+    budget: int | None = Field(default=None, ge=1)
     logit_bias: dict[str, Any] | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None

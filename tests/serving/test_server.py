@@ -166,6 +166,20 @@ def test_bad_requests_are_answered_by_error_objects(served: Served) -> None:
     assert served.post("/v1/completions", {**COMPLETION, **huge}).status_code == 200
 
 
+def test_a_request_may_have_a_smaller_budget_than_the_server(served: Served) -> None:
+    drafted = []
+    for budget in (1, 3):
+        before = served.engine.stats["drafted"]
+        body = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 12, "budget": budget}
+        answer = served.post("/v1/completions", body).json()
+        assert answer["choices"][0]["text"] == served.alone(PROMPT, max_new_tokens=12)
+        drafted.append(served.engine.stats["drafted"] - before)
+    assert drafted[0] == 0 < drafted[1] <= 2 * 11
+    for budget in (0, 1000):
+        refused = served.post("/v1/completions", {**body, "budget": budget})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "budget"
+
+
 def test_token_rules_are_those_of_generate(served: Served) -> None:
     ids, lm = served.tokenizer(PROMPT)["input_ids"], served.engine.lm
     plain = stree.generate(lm, [ids], "none", max_new_tokens=12).sequences[0][len(ids) :]
