@@ -65,8 +65,9 @@ class DecodeLoop:
         self.is_started = self._has_warned = False
         self._step: DecodeStep
         self._device = self.lm.device  # read once: it is looked up through the model's modules
-        # With the texts that the rows held when they were launched, and the number of replays until then.
-        self._launched: deque[tuple[StepResult, list[Text], int, BudgetPolicy]] = deque()
+        # With the texts that the rows held when they were launched, the number of replays until then, and what chose
+        # their size: None for plain steps of requests that ask for them.
+        self._launched: deque[tuple[StepResult, list[Text], int, BudgetPolicy | None]] = deque()
         self._replays = self._replays_before = 0  # of the graphs, at the last step that was read and at the beginning
 
     @property
@@ -157,8 +158,10 @@ class DecodeLoop:
 
     def advance(self) -> None:
         """Launch a step, and read the oldest one that the host does not run ahead of."""
-        result = self._step(self.policy.growth, self.policy.next(), self.sequences.wanted)
-        self._launched.append((result, [*self.sequences.rows], self._step.capture.num_replays, self.policy))
+        policy = None if self.sequences.is_plain and self.drafter.is_lossless else self.policy
+        size = 1 if policy is None else policy.next()
+        result = self._step(self.policy.growth, size, self.sequences.wanted)
+        self._launched.append((result, [*self.sequences.rows], self._step.capture.num_replays, policy))
         if len(self._launched) > self._is_pipelined():
             self._read()
             for row in self.sequences.cancel():
@@ -239,7 +242,8 @@ class DecodeLoop:
             self._has_warned = True
             logger.warning(problem)
         step_s = self.lm.agreed(sum(seconds.values()))
-        policy.observe([count for count in committed if count], step_s if result.is_steady else None)
+        if policy is not None:
+            policy.observe([count for count in committed if count], step_s if result.is_steady else None)
 
     def _begin(self, sequences: list[Text], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""

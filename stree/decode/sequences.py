@@ -121,6 +121,11 @@ class Sequences:
         return any(sequence.reason is None for sequence in self.rows)
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every sequence that has not ended has a budget of one node."""
+        return all(sequence.request.budget == 1 for sequence in self.rows if sequence.reason is None)
+
+    @property
     def wanted(self) -> Wanted:
         """What the sequences that have not ended read of a step beside its tokens."""
         running = [sequence for sequence in self.rows if sequence.reason is None]

@@ -125,6 +125,8 @@ def test_a_budget_of_each_prompt_bounds_its_trees(temperature: float) -> None:
         for text, budget in zip(TEXTS, budgets, strict=True):
             handle = engine.submit(text, budget=budget, trees=True, **options)
             assert all(step.tree is None or len(step.tree.tokens) <= budget for step in handle.steps())
+        alone = engine.submit(TEXTS[0], budget=1, trees=True, **options)
+        assert alone.result().stats["drafted"] == 0
         with pytest.raises(ValueError, match="budget of a request must be at most the engine's 9, got 10"):
             engine.submit(TEXTS[0], budget=10)
 
