@@ -33,6 +33,7 @@ def test_timed_runs_only_replay_graphs_and_emit_the_tokens_of_launched_ones(monk
             assert run.stats["graphs"]["replays"] == run.stats["steps"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_in_which_something_was_compiled_is_not_the_timed_one() -> None:
     pair = tiny_pair()
     pair.compile()
