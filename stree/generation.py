@@ -94,8 +94,8 @@ def generate(
             nodes, by goodput: what earlier steps emitted over the time that they took.  Greedy text and text under
             MATCH do not depend on it; sampled text of a draft model does, and so on timing and on the prompts that
             share its batch, where under a number a seed names a text.  None: what the growth's name sets, else 16 for
-            one sequence with a draft model, else "auto".  A list has the most nodes of each prompt's trees; a step is
-            planned for the greatest, so that of the others' sampled texts only those under MATCH do not depend on it.
+            one sequence with a draft model, else "auto".  A list bounds the trees of each prompt.  Steps are planned
+            for its greatest entry, on which sampled texts depend, but under MATCH.
         verifier: "auto", "match", "rejection", "traversal" or "block", see ``stree.accept``; or a rule of your own, an
             object derived from ``stree.verify.Verifier``, with which steps are not captured.
         overlap: draft the next tree while the target verifies, below the path that is likeliest to be accepted, and use

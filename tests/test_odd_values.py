@@ -43,7 +43,7 @@ ODD = st.one_of(
     ),
 )  # fmt: skip
 TREE = stree.TokenTree(torch.tensor([1, 2, 3]), torch.tensor([-1, 0, 0]))
-# What Python, torch and numpy say of a value that nobody has looked at.
+# Messages of Python, torch and numpy for a value that was not checked before.
 UNSEEN = re.compile(
     r"object (is not|has no|cannot be)|unsupported operand|not supported between|has no len|unhashable|ambiguous|"
     r"0-d tensor|invalid literal|must be str, not|too large to convert|missing \d"

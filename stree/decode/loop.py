@@ -65,8 +65,8 @@ class DecodeLoop:
         self.is_started = self._has_warned = False
         self._step: DecodeStep
         self._device = self.lm.device  # read once: it is looked up through the model's modules
-        # With the texts that the rows held when they were launched, the number of replays until then, and what chose
-        # their size: None for plain steps of requests that ask for them.
+        # With the texts that the rows held when they were launched, the number of replays until then, and the
+        # policy that chose their size: None where all requests have a budget of one node.
         self._launched: deque[tuple[StepResult, list[Text], int, BudgetPolicy | None]] = deque()
         self._replays = self._replays_before = 0  # of the graphs, at the last step that was read and at the beginning
 

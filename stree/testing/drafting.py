@@ -13,8 +13,8 @@ from stree.checks import check_object
 from stree.drafters import Draft, Drafter
 from stree.growth import Chain, Growth, Static
 from stree.sampling import Random, Sampling
+from stree.testing.distributions import drawn_problem, emitted_problem
 from stree.testing.enumeration import DRAFTS, PLAIN, drafts_of, with_own_probs
-from stree.testing.laws import drawn_problem, emitted_problem
 from stree.testing.outcomes import TooManyOutcomes, all_outcomes
 from stree.testing.reference_rules import RULES, PlainTree, plain_trees
 from stree.testing.report import CheckFailed, Report

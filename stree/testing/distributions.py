@@ -23,7 +23,7 @@ UNLIKELY = 1e-6  # probability of a context below which its distribution is know
 
 
 @dataclass(slots=True)
-class Seen:
+class NodeDraws:
     """Tokens of one node under one context.
 
     Attributes:
@@ -68,7 +68,7 @@ def drawn_problem(trees: Iterable[tuple[PlainTree, Hashable]], tolerance: float)
         trees: all trees, each with what else is given, such as the tree of the step before.
         tolerance: distance that is not described.
     """
-    contexts, stated = dict[Hashable, Seen](), Distributions()
+    contexts, stated = dict[Hashable, NodeDraws](), Distributions()
     for tree, given in trees:
         for node in range(1, len(tree.tokens)):
             if tree.parents[node] >= 0 and tree.kinds[node] != DELTA:
@@ -88,7 +88,7 @@ def drawn_problem(trees: Iterable[tuple[PlainTree, Hashable]], tolerance: float)
     return worst, where
 
 
-def _described(seen: Seen, rows: list[tuple[str, float, float]]) -> str:
+def _described(seen: NodeDraws, rows: list[tuple[str, float, float]]) -> str:
     place = f"behind the siblings {seen.siblings}" if seen.siblings else "without earlier siblings"
     return (
         f"the child below the path {seen.path}, {place}, is not drawn from the distribution that is stated:\n"
@@ -98,7 +98,7 @@ def _described(seen: Seen, rows: list[tuple[str, float, float]]) -> str:
     )
 
 
-def _context(tree: PlainTree, node: int, stated: Distributions) -> tuple[Hashable, Seen]:
+def _context(tree: PlainTree, node: int, stated: Distributions) -> tuple[Hashable, NodeDraws]:
     """What is read before a node is tested, and what its token must be drawn from."""
     path = [node]
     while tree.parents[path[0]] > 0:
@@ -111,7 +111,7 @@ def _context(tree: PlainTree, node: int, stated: Distributions) -> tuple[Hashabl
         look = tree.kinds[step], stated.number(tree.stated[step])
         key.append((look, None if step == node else tree.tokens[step]))
     above = [tree.tokens[0], *(tree.tokens[step] for step in path[:-1])]
-    return tuple(key), Seen(above, [tree.tokens[child] for child in siblings], tree.drawn_from(node))
+    return tuple(key), NodeDraws(above, [tree.tokens[child] for child in siblings], tree.drawn_from(node))
 
 
 def emitted_problem(
