@@ -10,13 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.generate_ways import (
-    NEW_TOKENS,
-    PROMPTS,
-    greedy_texts,
-    lm,
-    way,
-)
+from helpers.generate_ways import NEW_TOKENS, PROMPTS, greedy_texts, lm, way
 from helpers.tiny_models import VOCAB, tiny_model
 from torch import Tensor
 

@@ -294,13 +294,3 @@ def test_nan_logits_end_generation_with_what_there_is() -> None:
     calls = 4
     with pytest.raises(ValueError, match="the target's logits are NaN after the prompt"):
         stree.generate(lm(), PROMPTS[:1], NoDrafter(), budget=1, logits_processor=poisoned)
-
-
-def test_infinite_logits_name_a_token_but_are_no_distribution() -> None:
-    def forced(input_ids: Tensor, logits: Tensor) -> Tensor:
-        return logits.index_fill(-1, torch.tensor([5]), torch.inf)
-
-    out = stree.generate(lm(), PROMPTS[:1], budget=8, max_new_tokens=4, logits_processor=forced)
-    assert out.sequences == [[*PROMPTS[0], 5, 5, 5, 5]]
-    with pytest.raises(ValueError, match="the target's logits are infinite after the prompt"):
-        stree.generate(lm(), PROMPTS[:1], sampling=stree.Sampling(0.8), logits_processor=forced)

@@ -269,3 +269,15 @@ def test_a_draft_model_keeps_its_own_distribution_where_a_processor_leaves_none(
     assert draft is not None
     logits = torch.randn(1, 3, VOCAB)
     assert torch.equal(draft(tree, logits), logits)
+
+
+def test_infinite_logits_name_a_token_but_are_no_distribution() -> None:
+    lm = patched(tiny_model("bamba"))
+
+    def forced(input_ids: Tensor, logits: Tensor) -> Tensor:
+        return logits.index_fill(-1, torch.tensor([5]), torch.inf)
+
+    out = stree.generate(lm, [[5, 6, 7]], budget=8, max_new_tokens=4, logits_processor=forced)
+    assert out.sequences == [[5, 6, 7, 5, 5, 5, 5]]
+    with pytest.raises(ValueError, match="the target's logits are infinite after the prompt"):
+        stree.generate(lm, [[5, 6, 7]], sampling=stree.Sampling(0.8), logits_processor=forced)
