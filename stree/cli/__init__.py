@@ -6,6 +6,7 @@ One file per subcommand; nothing heavy is imported before a command runs.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -18,6 +19,7 @@ from stree.cli.export_generate import add_export_generate
 from stree.cli.generate import add_generate
 from stree.cli.info import add_info
 from stree.cli.serve import add_serve
+from stree.cli.settings import take_settings
 from stree.cli.trim_vocab import add_trim_vocab
 
 __all__ = ["main"]
@@ -35,8 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         add_export_generate,
     ):  # fmt: skip
         add(commands)
-    arguments = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
+        if argv[:1] == ["serve"]:
+            take_settings(commands.choices["serve"], argv, os.environ)
+        arguments = parser.parse_args(argv)
         return int(arguments.run(arguments))
     except (ValueError, TypeError, RuntimeError, OSError) as error:  # a generation that failed is a RuntimeError
         print(f"stree: error: {error}", file=sys.stderr)

@@ -6,16 +6,19 @@ import argparse
 import importlib.util
 import logging
 import os
+import ssl
 from pathlib import Path
 from typing import Any
 
 from stree.cli.generate import drafting_options, prepare
 from stree.cli.importing import without_collection
 from stree.cli.options import add_command, add_device, add_drafting, add_launching
+from stree.cli.settings import add_config
 
 __all__ = ["add_serve"]
 
 NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+UVICORN = ("root_path", "ssl_certfile", "ssl_keyfile", "forwarded_allow_ips")  # options that are passed on
 LAST_STEP_S = 10.0  # that the step which runs has to end when the server stops
 
 
@@ -31,6 +34,20 @@ def add_serve(commands: Any) -> None:
     command.add_argument("--port", type=int, default=8000, help="port to listen at")
     command.add_argument("--uds", type=Path, help="Unix socket to listen at, instead of host and port")
     command.add_argument("--root-path", default="", help="prefix that a proxy cuts off the paths of requests")
+    command.add_argument("--ssl-certfile", type=Path, help="PEM file of the certificate: then https")
+    command.add_argument("--ssl-keyfile", type=Path, help="PEM file of its key, where the certificate's has none")
+    command.add_argument(
+        "--forwarded-allow-ips",
+        default="127.0.0.1",
+        metavar="ADDRESSES",
+        help="proxies whose X-Forwarded-For and -Proto headers are believed, with commas; * for all",
+    )
+    command.add_argument(
+        "--per-request-spec-decode-metrics",
+        choices=("none", "summary"),
+        default="none",
+        help="put counts of accepted nodes into the responses",
+    )
     command.add_argument("--log-format", choices=("text", "json"), default="text", help="of lines on standard error")
     command.add_argument(
         "--log-level", choices=("debug", "info", "warning", "error"), default="info", help="info has a line a request"
@@ -52,6 +69,7 @@ def add_serve(commands: Any) -> None:
     command.add_argument("--trust-remote-code", action="store_true", help="execute the checkpoints' own code")
     add_device(command)
     add_launching(command)
+    add_config(command)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -89,11 +107,14 @@ def _serve(arguments: argparse.Namespace) -> int:
         engine = in_own_thread(start)
         try:
             name = arguments.name or arguments.target
-            app = create_app(engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6))
+            app = create_app(
+                engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6),
+                has_metrics=arguments.per_request_spec_decode_metrics != "none",
+            )  # fmt: skip
             said = f"stree serves {name} at {_address(arguments)}{'' if api_key else ', without a key'}"
             serve(
-                app, listener, grace=arguments.grace, root_path=arguments.root_path,
-                on_start=lambda: logging.getLogger("stree").info(said),
+                app, listener, grace=arguments.grace, on_start=lambda: logging.getLogger("stree").info(said),
+                **{name: getattr(arguments, name) for name in UVICORN},
             )  # fmt: skip
         finally:
             has_ended = engine.close(timeout=LAST_STEP_S)
@@ -107,7 +128,8 @@ def _address(arguments: argparse.Namespace) -> str:
     if arguments.uds is not None:
         return f"unix:{arguments.uds}"
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
-    return f"http://{host}:{arguments.port}{arguments.root_path}"
+    scheme = "http" if arguments.ssl_certfile is None else "https"
+    return f"{scheme}://{host}:{arguments.port}{arguments.root_path}"
 
 
 def _checked(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]:
@@ -130,6 +152,7 @@ def _checked(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]
         value = getattr(arguments, option)
         if not 0 <= value < float("inf"):
             raise ValueError(f"--{option.replace('_', '-')} must be finite and not negative, got {value}")
+    _check_certificate(arguments.ssl_certfile, arguments.ssl_keyfile)
     api_key = None if arguments.api_key_env is None else os.environ.get(arguments.api_key_env)
     if arguments.api_key_env is not None and not api_key:
         raise ValueError(f"--api-key-env: the environment has no {arguments.api_key_env}, or an empty one")
@@ -138,3 +161,16 @@ def _checked(arguments: argparse.Namespace) -> tuple[dict[str, Any], str | None]
         **{name: getattr(arguments, name) for name in counts.values()},
     }  # fmt: skip
     return options, api_key
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Raise ValueError unless the files hold a certificate and its key, or none are given."""
+    if certificate is None:
+        if key is not None:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile")
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:
+        files = certificate if key is None else f"{certificate} and {key}"
+        raise ValueError(f"--ssl-certfile: {files} are no certificate and key: {error.strerror or error}") from error

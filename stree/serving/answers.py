@@ -13,7 +13,7 @@ from stree.decode.text import IncrementalText, TextToken
 from stree.serving.errors import APIError
 from stree.serving.handle import RequestHandle
 
-__all__ = ["Choice", "Piece", "chat_logprobs", "completion_logprobs", "merged", "token_name", "usage"]
+__all__ = ["Choice", "Piece", "acceptance", "chat_logprobs", "completion_logprobs", "merged", "token_name", "usage"]
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -108,6 +108,25 @@ def usage(choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": num_prompt_tokens, "completion_tokens": new, "total_tokens": num_prompt_tokens + new,
         "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def acceptance(choices: Sequence[Choice]) -> dict[str, Any] | None:
+    """Return vLLM's ``metrics.speculative_decoding`` of one text; None for several.
+
+    Steps are counted before the text is cut at its end, as everywhere.  ``num_spec_tokens`` is the most drafted nodes
+    that a step has accepted, since trees differ in depth.
+    """
+    if len(choices) != 1:
+        return None
+    handle = choices[0].handle
+    by_accepted, drafted = handle.counts.steps_by_accepted, handle.drafted
+    steps = handle.counts.steps
+    accepted = handle.counts.tokens - steps
+    return {
+        "mean_acceptance_length": 1 + accepted / max(steps, 1), "draft_acceptance_rate": accepted / max(drafted, 1),
+        "acceptance_histogram": [*by_accepted], "num_spec_steps": steps, "num_accepted_draft_tokens": accepted,
+        "num_draft_tokens": drafted, "num_spec_tokens": max(len(by_accepted) - 1, 0),
     }  # fmt: skip
 
 

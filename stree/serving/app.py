@@ -20,8 +20,9 @@ ERRORS: Any = {status: {"description": "an error"} for status in (400, 401, 404,
 
 
 def create_app(
-    engine: Engine, tokenizer: Any, model: str, *, api_key: str | None = None, max_body: int = 8 << 20
-) -> FastAPI:
+    engine: Engine, tokenizer: Any, model: str, *, api_key: str | None = None, max_body: int = 8 << 20,
+    has_metrics: bool = False,
+) -> FastAPI:  # fmt: skip
     """Make the application; several of them may share a process.
 
     Args:
@@ -30,6 +31,7 @@ def create_app(
         model: its name in requests and answers.
         api_key: which requests to /v1 need as a bearer token, or None.
         max_body: most bytes of a request's body.
+        has_metrics: whether responses have ``metrics.speculative_decoding``, as vLLM's.
 
     Returns:
         The application.  No more requests are taken once ``app.state.requests.is_draining`` is True.
@@ -38,7 +40,7 @@ def create_app(
     app.state.requests = OpenRequests()
     add_handlers(app)
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, requests=app.state.requests)
-    api = OpenAIAPI(engine, tokenizer, model)
+    api = OpenAIAPI(engine, tokenizer, model, has_metrics=has_metrics)
     _add_reports(app, api, engine)
     add_page(app, api, engine)
 

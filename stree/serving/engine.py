@@ -58,7 +58,7 @@ class Engine:
             dropped when the next request begins after the target was changed: weights that were replaced or written to
             in place (but through their ``data``), other adapters, hooks or settings.  ``clear_cache`` drops them, too.
         prefill_chunk: most tokens of a prompt that run between two steps; None for 512, and on CUDA for what fits.
-        before_step: called by the engine's thread before every step, or None.
+        before_step: called by the engine's thread before every step, or None; its errors end the engine.
 
     Attributes:
         problem: why no request is taken any more, or None.
@@ -188,8 +188,8 @@ class Engine:
     @torch.no_grad()
     def _decode(self) -> None:
         while self._wait():
+            self._before_step()
             try:
-                self._before_step()
                 self._prefill_chunk()
                 if self._batch.is_running:
                     self._batch.advance()

@@ -16,7 +16,7 @@ from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText
 from stree.inputs import stop_tokens
 from stree.rule_fields import RULE_FIELDS, rules_of, tokenized_words
-from stree.serving.answers import Choice, Piece, chat_logprobs, completion_logprobs, merged, usage
+from stree.serving.answers import Choice, Piece, acceptance, chat_logprobs, completion_logprobs, merged, usage
 from stree.serving.encoding import PromptEncoder
 from stree.serving.engine import Engine
 from stree.serving.errors import APIError, error_event
@@ -34,13 +34,15 @@ class OpenAIAPI:
         engine: decodes.
         tokenizer: of the target.
         model: its name.
+        has_metrics: whether answers have ``metrics``.
 
     Attributes:
         token_bytes: of the tokenizer.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, model: str) -> None:
+    def __init__(self, engine: Engine, tokenizer: Any, model: str, *, has_metrics: bool = False) -> None:
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
+        self._has_metrics = has_metrics
         self._encoder = PromptEncoder(tokenizer, model, engine.max_length - 1)
         self.token_bytes, self.metrics = TokenBytes(tokenizer), Metrics(engine, model)
         self.card = {
@@ -167,7 +169,12 @@ class OpenAIAPI:
         finally:
             self._end(choices)
         parts = [part(piece, is_whole=True) for piece in pieces]
-        return {**whole, "choices": parts, "usage": usage(choices, num_prompt_tokens)}
+        return {**whole, "choices": parts, **self._sums(choices, num_prompt_tokens)}
+
+    def _sums(self, choices: Sequence[Choice], num_prompt_tokens: int) -> dict[str, Any]:
+        """Return the fields about a whole answer."""
+        metrics = {"metrics": {"speculative_decoding": acceptance(choices)}} if self._has_metrics else {}
+        return {"usage": usage(choices, num_prompt_tokens), **metrics}
 
     async def _events(
         self, body: GenerationRequest, choices: list[Choice], chunk: dict[str, Any],
@@ -179,7 +186,7 @@ class OpenAIAPI:
                 if piece.text or piece.logprobs or piece.finish_reason:
                     yield event({**chunk, "choices": [part(piece, is_whole=False)], **extra})
             if body.includes_usage:
-                yield event({**chunk, "choices": [], "usage": usage(choices, num_prompt_tokens)})
+                yield event({**chunk, "choices": [], **self._sums(choices, num_prompt_tokens)})
             yield "data: [DONE]\n\n"
         except APIError as error:
             yield error_event(error)

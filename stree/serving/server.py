@@ -111,7 +111,7 @@ class _Server(uvicorn.Server):
 
 def serve(
     app: FastAPI, listener: socket.socket, *, grace: float = 30.0, on_start: Callable[[], None] = lambda: None,
-    root_path: str = "",
+    **settings: Any,
 ) -> None:  # fmt: skip
     """Serve until SIGTERM or SIGINT.
 
@@ -123,10 +123,10 @@ def serve(
         listener: of ``bind`` or ``bind_path``; it is closed at the end.
         grace: seconds.
         on_start: called once the server listens.
-        root_path: that a proxy before it has cut off the paths of requests.
+        settings: further ones of ``uvicorn.Config``, such as ``root_path`` and ``ssl_certfile``.
 
     Raises:
         OSError: another process listens at that address now.
     """
-    config = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off", root_path=root_path)
+    config = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off", **settings)
     _Server(config, app, grace, on_start).run([listener])

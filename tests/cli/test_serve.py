@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -29,7 +30,8 @@ MISTAKES = {
     "--verifier maybe": "--verifier must be", "--api-key-env NO_SUCH_NAME": "NO_SUCH_NAME",
     "--root-path api": "--root-path must begin with /", "--root-path /api/": "--root-path must begin with /",
     "--uds nowhere/s": "cannot listen at nowhere/s", "--prefill-chunk 0": "prefill_chunk",
-    "--drafter nowhere": "nowhere",
+    "--drafter nowhere": "nowhere", "--ssl-keyfile key.pem": "--ssl-keyfile needs --ssl-certfile",
+    "--ssl-certfile nowhere.pem": "--ssl-certfile: nowhere.pem are no certificate and key: No such file",
 }  # fmt: skip
 
 
@@ -53,15 +55,21 @@ def test_an_address_that_cannot_be_taken_is_named_before_the_model_is_loaded(
 
 
 @pytest.mark.slow
-def test_a_server_at_a_socket_behind_a_proxy_with_lines_of_json(tmp_path: Path) -> None:
+def test_a_server_with_a_certificate_at_a_socket_behind_a_proxy_with_lines_of_json(tmp_path: Path) -> None:
     path = tmp_path / "stree.sock"
     with socket.socket(socket.AF_UNIX) as left:  # by a server that was killed
         left.bind(str(path))
     command = [sys.executable, "-m", "stree.cli", "serve", "bundled", "--uds", str(path), "--root-path", "/api"]
+    subject = ["-subj", "/CN=stree", "-addext", "subjectAltName=DNS:stree"]
+    names = {option: str(tmp_path / f"{option}.pem") for option in ("keyfile", "certfile")}
+    openssl = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *subject, "-days", "1", "-keyout"]
+    subprocess.run([*openssl, names["keyfile"], "-out", names["certfile"]], check=True, capture_output=True)
+    command += ["--ssl-certfile", names["certfile"], "--ssl-keyfile", names["keyfile"]]
     command += ["--log-format", "json", "--api-key-env", "STREE_KEY"]
     server = subprocess.Popen(command, env={**os.environ, "STREE_KEY": "k"}, stderr=subprocess.PIPE, text=True)
     try:
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://stree", timeout=60) as client:
+        trust = httpx.HTTPTransport(uds=str(path), verify=ssl.create_default_context(cafile=names["certfile"]))
+        with httpx.Client(transport=trust, base_url="https://stree", timeout=60) as client:
             wait_for(lambda: client.get("/ready").status_code == 200)
             assert main(["serve", "bundled", "--uds", str(path)]) == 2, "it is in use"
             assert client.get("/v1/models").status_code == 401

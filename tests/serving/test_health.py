@@ -31,10 +31,11 @@ def test_ready_is_503_while_the_server_drains_and_health_is_not(served: Served) 
         served.app.state.requests.is_draining = False
 
 
+@pytest.mark.parametrize("error", [SystemExit, ValueError])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_whose_thread_has_ended_is_not_healthy_and_ends_its_requests() -> None:
+def test_an_engine_whose_thread_has_ended_is_not_healthy_and_ends_its_requests(error: type[BaseException]) -> None:
     def fail() -> None:
-        raise SystemExit  # no error of a request
+        raise error  # no error of a request
 
     lm, tokenizer = stree.TreeLM.from_pretrained(ASSETS / "target"), load_tokenizer(str(ASSETS / "target"))
     with stree.Engine(lm, before_step=fail) as engine:

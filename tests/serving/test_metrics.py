@@ -5,10 +5,21 @@ Run: python -m pytest tests/serving/test_metrics.py
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import socket
+import subprocess
+import time
+from contextlib import suppress
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
+from helpers.http_served import listening
 from helpers.tiny_models import patched, tiny_model
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,6 +30,7 @@ from stree.inputs import ASSETS, load_tokenizer
 from stree.serving.app import create_app
 from stree.serving.metrics import Metrics
 
+ROOT = Path(__file__).parents[2]
 # From https://docs.vllm.ai/en/stable/usage/metrics/.
 NAMES = [
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prompt_tokens_total",
@@ -100,3 +112,76 @@ def test_accepted_tokens_beyond_the_limit_are_not_counted(lm: stree.TreeLM, limi
     by_depth = [found[f"spec_decode_num_accepted_tokens_per_pos_total {depth}"] for depth in range(16)]
     assert found["spec_decode_num_accepted_tokens_total"] == handle.stats["accepted"] == sum(by_depth) == accepted
     assert by_depth == sorted(by_depth, reverse=True) and by_depth[0] == found["spec_decode_num_drafts_total"]
+
+
+def test_an_answer_counts_what_its_steps_accepted(lm: stree.TreeLM) -> None:
+    """The target drafts for itself, so all four nodes of a step are accepted; vLLM has the same names."""
+    tokenizer = load_tokenizer(str(ASSETS / "target"))
+    body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+    with stree.Engine(lm, ModelDrafter(lm), growth=Chain(4), budget=5, max_batch=2, max_length=64) as engine:
+        client = TestClient(create_app(engine, tokenizer, "tiny", has_metrics=True))
+        whole = client.post("/v1/completions", json=body).json()
+        streamed = client.post(
+            "/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}
+        )
+        several = client.post("/v1/completions", json={**body, "n": 2}).json()
+        plain = TestClient(create_app(engine, tokenizer, "tiny")).post("/v1/completions", json=body).json()
+    found = whole["metrics"]["speculative_decoding"]
+    assert found == {
+        "mean_acceptance_length": 5.0, "draft_acceptance_rate": 1.0, "acceptance_histogram": [0, 0, 0, 0, 1],
+        "num_spec_steps": 1, "num_accepted_draft_tokens": 4, "num_draft_tokens": 4, "num_spec_tokens": 4,
+    }  # fmt: skip
+    assert json.loads(streamed.text.split("data: ")[-2])["metrics"] == whole["metrics"]
+    assert "metrics" not in plain and several["metrics"] == {"speculative_decoding": None}
+
+
+def board_queries() -> list[str]:
+    """The queries of the board, with its variables set."""
+    board = json.loads((ROOT / "docs/grafana.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    values = {"$__rate_interval": "1m", "$model": "tiny", "$engine": ".*", "$job": ".*"}
+    return [reduce(lambda query, name: query.replace(name, values[name]), values, query) for query in queries]
+
+
+def test_the_board_asks_for_series_that_are_there(lm: stree.TreeLM) -> None:
+    tokenizer = load_tokenizer(str(ASSETS / "target"))
+    with stree.Engine(lm, "none", budget=1, max_batch=1, max_length=64) as engine:
+        scrape = TestClient(create_app(engine, tokenizer, "tiny")).get("/metrics").text
+    there = set(re.findall(r"^[\w:]+", scrape, re.MULTILINE))
+    for query in board_queries():
+        assert "$" not in query
+        names = set(re.findall(r"vllm:\w+|process_\w+", query))
+        assert names and names <= there, query
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus to ask")
+def test_every_query_of_the_board_returns_data_from_prometheus(lm: stree.TreeLM, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(ASSETS / "target"))
+    options: dict[str, Any] = {"growth": Chain(4), "budget": 5, "max_batch": 2, "max_length": 64, "cache_bytes": 10**6}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with stree.Engine(lm, ModelDrafter(lm), **options) as engine, listening(engine, tokenizer) as served:
+        config = {"scrape_configs": [{"job_name": "stree", "scrape_interval": "1s", "static_configs": [
+            {"targets": [served.url.removeprefix("http://")]},
+        ]}]}  # fmt: skip
+        (tmp_path / "prometheus.yml").write_text(json.dumps(config))
+        command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
+        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stderr=subprocess.DEVNULL)
+        try:
+            deadline, missing = time.monotonic() + 30, board_queries()
+            while missing and time.monotonic() < deadline:
+                served.post("/v1/completions", {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 6})
+                time.sleep(0.5)
+                with suppress(httpx.TransportError):
+                    missing = [query for query in missing if not answers(address, query)]
+            assert not missing
+        finally:
+            process.kill()
+
+
+def answers(address: str, query: str) -> bool:
+    """Whether Prometheus has a number for a query."""
+    found = httpx.get(f"http://{address}/api/v1/query", params={"query": query}).json()
+    assert found["status"] == "success", found
+    return any(value["value"][1] != "NaN" for value in found["data"]["result"])
