@@ -7,15 +7,19 @@ two busy cores are many times slower than one, and on two idle cores they are fa
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
 
-__all__ = ["SET_BY_USER", "CoreUse", "FreeCores", "threads_for"]
+__all__ = ["SET_BY_USER", "CoreUse", "FreeCores", "cores_of_container", "threads_for"]
+
+logger = logging.getLogger("stree")
 
 # Variables by which a user says how torch's threads run; with one of them nothing is changed.
 SET_BY_USER = (
@@ -24,6 +28,7 @@ SET_BY_USER = (
 )  # fmt: skip
 PERIOD_S = 1.0  # over which the use of cores is measured at least
 BACKGROUND = 0.2  # cores that others may use without a thread less
+LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds of CPU time, or "max", in a period
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,15 @@ def threads_for(before: CoreUse, after: CoreUse, most: int) -> int:
     return min(most, max(1, int(free + BACKGROUND)))
 
 
+def cores_of_container(limit: Path = LIMIT) -> float:
+    """Return how many cores' time a container may use; infinity where it has no limit."""
+    try:
+        quota, period = limit.read_text().split()
+        return int(quota) / int(period)
+    except (OSError, ValueError):
+        return float("inf")
+
+
 class FreeCores:
     """Sets torch's threads by the cores that other processes have left free since the last time.
 
@@ -62,18 +76,21 @@ class FreeCores:
 
     Args:
         read: returns the use of cores until now.
+        limit: the cores that this process may use at most.
     """
 
-    def __init__(self, read: Callable[[], CoreUse] = CoreUse.now) -> None:
-        self._read = read
-        self._most = 1 if any(name in os.environ for name in SET_BY_USER) else torch.get_num_threads()
+    def __init__(self, read: Callable[[], CoreUse] = CoreUse.now, limit: float | None = None) -> None:
+        self._read, self._is_set = read, any(name in os.environ for name in SET_BY_USER)
+        limit = cores_of_container() if limit is None else limit
+        self._most = int(max(1, min(torch.get_num_threads(), limit)))
         self._before = read()
 
     def adapt(self) -> None:
         """Set the number of threads of the calling thread's operations, at most once in PERIOD_S."""
-        if self._most == 1 or time.perf_counter() < self._before.time_s + PERIOD_S:
+        if self._is_set or time.perf_counter() < self._before.time_s + PERIOD_S:
             return
         before, self._before = self._before, self._read()
         threads = threads_for(before, self._before, self._most)
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
+            logger.info("torch runs on %d threads from now on", threads)

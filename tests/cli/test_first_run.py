@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from stree.cli.threads import SET_BY_USER, CoreUse, FreeCores, threads_for
+from stree.cli.threads import SET_BY_USER, CoreUse, FreeCores, cores_of_container, threads_for
 
 ROOT = Path(__file__).resolve().parents[2]
 # Counts what numba compiles before the first character of text is printed, and afterwards.
@@ -188,3 +188,15 @@ def test_threads_follow_the_load_unless_the_user_chose(variable: str | None, mon
         cores.adapt()
         found.append(torch.get_num_threads())
     assert found == ([1, 1, 2] if variable is None else [2, 2, 2])
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_container_has_no_more_threads_than_its_cores(tmp_path: Path) -> None:
+    uses = iter([CoreUse(-9.0, 0.0, 0.0), CoreUse(-8.0, 2.0, 0.0)])  # both cores are idle
+    FreeCores(lambda: next(uses), limit=1.5).adapt()
+    assert torch.get_num_threads() == 1
+    limits = {"150000 100000": 1.5, "max 100000": float("inf"), "": float("inf")}
+    for text, cores in limits.items():
+        (tmp_path / "cpu.max").write_text(text)
+        assert cores_of_container(tmp_path / "cpu.max") == cores
+    assert cores_of_container(tmp_path / "nowhere") == float("inf")
