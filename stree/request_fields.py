@@ -12,13 +12,19 @@ from stree.sampling import Sampling
 
 __all__ = [
     "MOST_STOP_STRINGS", "SAMPLING", "FieldError", "UnsupportedField", "chat_messages", "check_fields", "sampling_of",
-    "shortened", "stop_strings", "utf8",
+    "shortened", "stop_strings", "template_options", "utf8",
 ]  # fmt: skip
 
 MOST_STOP_STRINGS, MOST_STOP_CHARACTERS = 16, 1024
 MOST_MESSAGES = 10_000
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
+# Arguments of a tokenizer's ``apply_chat_template`` that are not the template's own.
+OURS = frozenset({
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize",
+    "continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs",
+})  # fmt: skip
 # Fields that change no text, whatever their value: they name a caller, or concern storage, caches, price and speed.
 ANY_VALUE = frozenset({
     "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "metadata", "store", "service_tier",
@@ -130,6 +136,20 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
     except (TypeError, RecursionError) as error:
         raise ValueError(f"messages must be made of JSON's types: {error}") from error
     return found
+
+
+def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a request gives its chat template: ``chat_template_kwargs``, and ``reasoning_effort`` under its name.
+
+    Raises:
+        FieldError: something else than an object, or one that names an argument of the tokenizer's own.
+    """
+    own = fields.get("chat_template_kwargs") or {}
+    if not isinstance(own, dict) or OURS & own.keys():
+        wanted = "chat_template_kwargs must be an object of the template's own variables"
+        raise FieldError("chat_template_kwargs", f"{wanted}, got {shortened(own)}")
+    effort = fields.get("reasoning_effort")
+    return {**({} if effort is None else {"reasoning_effort": effort}), **own}
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -43,6 +43,9 @@ def add_serve(commands: Any) -> None:
         help="proxies whose X-Forwarded-For and -Proto headers are believed, with commas; * for all",
     )
     command.add_argument(
+        "--allowed-origins", default="", help="pages of other sites that browsers let ask, with commas; * for all"
+    )
+    command.add_argument(
         "--per-request-spec-decode-metrics",
         choices=("none", "summary"),
         default="none",
@@ -110,6 +113,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             app = create_app(
                 engine, tokenizer, name, api_key=api_key, max_body=int(arguments.max_body_mb * 1e6),
                 has_metrics=arguments.per_request_spec_decode_metrics != "none",
+                allowed_origins=[origin for origin in arguments.allowed_origins.split(",") if origin],
             )  # fmt: skip
             said = f"stree serves {name} at {_address(arguments)}{'' if api_key else ', without a key'}"
             serve(

@@ -16,7 +16,7 @@ from stree.drafters import Drafter
 from stree.generation import Generation, generate
 from stree.inputs import stop_tokens
 from stree.models.tree_lm import TreeLM
-from stree.request_fields import sampling_of
+from stree.request_fields import sampling_of, template_options
 from stree.rule_fields import rules_of, tokenized_words
 from stree.sampling import Sampling
 
@@ -94,7 +94,8 @@ class RowGenerator:
             raise ValueError("the target's tokenizer has no chat template")
         messages = messages or [{"role": "user", "content": prompt}]
         try:
-            encoding = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+            options = {"add_generation_prompt": True, **template_options(request), "return_dict": True}
+            encoding = self.tokenizer.apply_chat_template(messages, **options)
         except Exception as error:  # templates raise their own for roles that they do not know
             raise ValueError(f"the chat template refuses the messages: {str(error).strip()[:200]}") from error
         return [*encoding["input_ids"]]

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from stree.checks import check_counts
-from stree.request_fields import SAMPLING, chat_messages, check_fields, sampling_of, stop_strings, utf8
+from stree.request_fields import (
+    SAMPLING,
+    chat_messages,
+    check_fields,
+    sampling_of,
+    stop_strings,
+    template_options,
+    utf8,
+)  # fmt: skip
 from stree.rule_fields import RULE_FIELDS, rules_of
 from stree.sampling import Sampling
 
@@ -21,7 +29,8 @@ LIMITS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 INTEGERS = (*LIMITS, "top_k", "seed")
 NUMBERS = (*SAMPLING, *LIMITS, "seed")
-OWN = {"model", "prompt", "messages", "stop", *NUMBERS, *RULE_FIELDS}
+TEMPLATE = ("chat_template_kwargs", "reasoning_effort")
+OWN = {"model", "prompt", "messages", "stop", *TEMPLATE, *NUMBERS, *RULE_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +128,8 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         row: ``prompt`` (a text or token ids) or ``messages`` (turns of a chat) and, where it has its own,
             ``max_new_tokens`` (also ``max_tokens``, ``max_completion_tokens``), ``temperature``, ``top_k``, ``top_p``,
-            ``min_p``, ``seed``, ``stop`` and the fields of ``rule_fields``; or these in a ``body``, as an object or its
-            JSON.
+            ``min_p``, ``seed``, ``stop``, ``chat_template_kwargs``, ``reasoning_effort`` and the fields of
+            ``rule_fields``; or these in a ``body``, as an object or its JSON.
             Other fields of a row are not read; a body with others that decide the text is refused.
 
     Returns:
@@ -182,7 +191,8 @@ def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
         which = "neither" if prompt is None else "both"
         raise ValueError(f"a row must have a prompt or messages, got {which}")
     if messages is not None:
-        return {"messages": chat_messages(messages)}
+        template_options(fields)
+        return {"messages": chat_messages(messages), **{name: fields[name] for name in TEMPLATE if fields.get(name)}}
     is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not is_tokens and not isinstance(prompt, str):
         raise TypeError(f"prompt must be a text or a list of token ids, got {prompt!r:.80}")

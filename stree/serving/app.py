@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
 
 from stree.serving.engine import Engine
 from stree.serving.errors import APIError, add_handlers, stopping
 from stree.serving.guard import Guard, OpenRequests
 from stree.serving.openai_api import OpenAIAPI
 from stree.serving.page import add_page
-from stree.serving.protocol import ChatRequest, CompletionRequest
+from stree.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 __all__ = ["create_app"]
 
@@ -21,7 +23,7 @@ ERRORS: Any = {status: {"description": "an error"} for status in (400, 401, 404,
 
 def create_app(
     engine: Engine, tokenizer: Any, model: str, *, api_key: str | None = None, max_body: int = 8 << 20,
-    has_metrics: bool = False,
+    has_metrics: bool = False, allowed_origins: Sequence[str] = (),
 ) -> FastAPI:  # fmt: skip
     """Make the application; several of them may share a process.
 
@@ -32,6 +34,7 @@ def create_app(
         api_key: which requests to /v1 need as a bearer token, or None.
         max_body: most bytes of a request's body.
         has_metrics: whether responses have ``metrics.speculative_decoding``, as vLLM's.
+        allowed_origins: of other pages that browsers let ask this server (CORS); "*" for all.
 
     Returns:
         The application.  No more requests are taken once ``app.state.requests.is_draining`` is True.
@@ -40,6 +43,8 @@ def create_app(
     app.state.requests = OpenRequests()
     add_handlers(app)
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, requests=app.state.requests)
+    if allowed_origins:  # before the guard, since browsers ask first, without a key
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
     api = OpenAIAPI(engine, tokenizer, model, has_metrics=has_metrics)
     _add_reports(app, api, engine)
     add_page(app, api, engine)
@@ -60,6 +65,14 @@ def create_app(
     @app.post("/v1/chat/completions", response_model=None, responses=ERRORS)
     async def chat(body: ChatRequest, request: Request) -> Any:
         return await api.chat(body, request)
+
+    @app.post("/tokenize", responses=ERRORS)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        return await api.tokenize(body)
+
+    @app.post("/detokenize", responses=ERRORS)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        return await api.detokenize(body)
 
     return app
 

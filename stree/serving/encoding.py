@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import anyio.to_thread
@@ -33,17 +33,17 @@ class PromptEncoder:
         self._longest = max(map(len, tokenizer.get_vocab()))
         self._for_short, self._for_long = CapacityLimiter(1), CapacityLimiter(1)
 
-    async def text(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the tokenizer's special ones.
+    async def text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the tokens of a text.
 
         Raises:
             APIError: it is too long, or no text that UTF-8 can write.
         """
         self._check_length(text, "prompt")
-        return await self._in_thread(len(text), lambda: self._tokenized(text))
+        return await self._in_thread(len(text), lambda: self._tokenized(text, add_special_tokens))
 
-    async def chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
-        """Return the tokens of messages, written by the chat template.
+    async def chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        """Return the tokens of messages, written by the chat template, which reads ``options``.
 
         Raises:
             APIError: there is no template, it refuses the messages, or what it writes is too long.
@@ -54,7 +54,7 @@ class PromptEncoder:
             message = f"there are {len(messages)} messages, each at least a token, of at most {self._max_tokens}"
             raise APIError(400, message, param="messages", code="context_length_exceeded")
         size = sum(len(message.get("content") or "") for message in messages)
-        return await self._in_thread(size, lambda: self._tokenized_chat(messages))
+        return await self._in_thread(size, lambda: self._tokenized_chat(messages, options))
 
     async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
         """Call ``work`` for a prompt of so many characters when the thread for such prompts is free."""
@@ -67,16 +67,18 @@ class PromptEncoder:
             message = f"the prompt has {len(text)} characters, at least {least} tokens, of at most {self._max_tokens}"
             raise APIError(400, message, param=param, code="context_length_exceeded")
 
-    def _tokenized(self, text: str) -> list[int]:
+    def _tokenized(self, text: str, add_special_tokens: bool) -> list[int]:
         try:
-            ids: list[int] = self._tokenizer(text)["input_ids"]
+            ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         except (UnicodeEncodeError, TypeError) as error:  # half of a character: tokenizers differ in what they raise
             raise APIError(400, "prompt is no text that UTF-8 can write", param="prompt") from error
         return ids
 
-    def _tokenized_chat(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+    def _tokenized_chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
         try:
-            text = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = self._tokenizer.apply_chat_template(
+                messages, **{"add_generation_prompt": True, **options, "tokenize": False}
+            )
         except Exception as error:  # templates raise for turns in another order than theirs
             raise APIError(400, f"the chat template refuses the messages: {error}", param="messages") from error
         self._check_length(text, "messages")

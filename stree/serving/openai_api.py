@@ -15,6 +15,7 @@ from fastapi.responses import StreamingResponse
 from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText
 from stree.inputs import stop_tokens
+from stree.request_fields import template_options
 from stree.rule_fields import RULE_FIELDS, rules_of, tokenized_words
 from stree.serving.answers import Choice, Piece, acceptance, chat_logprobs, completion_logprobs, merged, usage
 from stree.serving.encoding import PromptEncoder
@@ -22,7 +23,13 @@ from stree.serving.engine import Engine
 from stree.serving.errors import APIError, error_event
 from stree.serving.handle import QueueFull, RequestHandle
 from stree.serving.metrics import Metrics
-from stree.serving.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from stree.serving.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    TokenizeRequest,
+)  # fmt: skip
 
 __all__ = ["OpenAIAPI", "event"]
 
@@ -50,9 +57,9 @@ class OpenAIAPI:
             "max_model_len": engine.max_length,
         }  # fmt: skip
 
-    def check_model(self, name: str) -> None:
+    def check_model(self, name: str | None) -> None:
         """Refuse another model's name."""
-        if name != self._model:
+        if name not in (None, self._model):
             message = f"the model {name!r} does not exist; this server has {self._model!r}"
             raise APIError(404, message, param="model", code="model_not_found")
 
@@ -75,7 +82,7 @@ class OpenAIAPI:
     async def chat(self, body: ChatRequest, request: Request) -> Any:
         """Answer POST /v1/chat/completions."""
         self._check(body)
-        choices = await self._submit(body, [await self._encoder.chat(body.messages)])
+        choices = await self._submit(body, [await self._encoder.chat(body.messages, body.template_options)])
         whole, chunk = (self._head("chatcmpl", f"chat.completion{end}") for end in ("", ".chunk"))
         chunk["id"] = whole["id"]
         begun = set[int]()
@@ -93,12 +100,31 @@ class OpenAIAPI:
 
         return await self._answer(body, request, choices, whole, chunk, part)
 
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Answer POST /tokenize, as vLLM does."""
+        self._check(body)
+        if body.messages is not None:
+            options = {**template_options(dict(body)), "add_generation_prompt": body.add_generation_prompt}
+            tokens = await self._encoder.chat(body.messages, options)
+        else:
+            tokens = await self._encoder.text(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        names = self._tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": self._engine.max_length, "tokens": tokens, "token_strs": names}
+
+    async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
+        """Answer POST /detokenize."""
+        self.check_model(body.model)
+        most = len(self._tokenizer)
+        if any(not 0 <= token < most for token in body.tokens):
+            raise APIError(400, f"tokens must be from 0 to {most - 1}", param="tokens")
+        return {"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens)}
+
     async def submit_text(self, prompt: str, limit: int, temperature: float) -> Choice:
         """Submit a text whose steps have their trees."""
         body = CompletionRequest(model=self._model, prompt=prompt, max_tokens=limit, temperature=temperature)
         return (await self._submit(body, [prompt], trees=True))[0]
 
-    def _check(self, body: GenerationRequest) -> None:
+    def _check(self, body: GenerationRequest | TokenizeRequest) -> None:
         self.check_model(body.model)
         body.check()
 

@@ -6,12 +6,27 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from stree.request_fields import FieldError, UnsupportedField, chat_messages, check_fields, sampling_of, stop_strings
+from stree.request_fields import (
+    FieldError,
+    UnsupportedField,
+    chat_messages,
+    check_fields,
+    sampling_of,
+    stop_strings,
+    template_options,
+)  # fmt: skip
 from stree.rule_fields import rules_of
 from stree.sampling import Sampling
 from stree.serving.errors import APIError
 
-__all__ = ["ChatRequest", "CompletionRequest", "DemoRequest", "GenerationRequest"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DemoRequest",
+    "DetokenizeRequest",
+    "GenerationRequest",
+    "TokenizeRequest",
+]
 
 Stops = Annotated[list[str], BeforeValidator(stop_strings, json_schema_input_type=str | list[str] | None)]
 # Lists end at the first wrong item: an error for each of a million items would take seconds and a gigabyte.
@@ -85,6 +100,7 @@ class GenerationRequest(BaseModel):
         """
         try:
             check_fields(dict(self), type(self).model_fields)
+            template_options(dict(self))
             least = rules_of(dict(self)).get("min_new_tokens", 0)
             if self.limit is not None and least > self.limit:
                 raise FieldError("min_tokens", f"min_tokens must be at most max_tokens {self.limit}, got {least}")
@@ -128,6 +144,13 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template reads beside the messages."""
+        return template_options(dict(self))
 
     @property
     def limit(self) -> int | None:
@@ -144,6 +167,39 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs", param="top_logprobs")
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: a prompt, or messages of a chat."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+
+    def check(self) -> None:
+        """Refuse neither and both."""
+        if (self.prompt is None) == (self.messages is None):
+            which = "neither" if self.prompt is None else "both"
+            raise APIError(400, f"give a prompt or messages, got {which}", param="prompt")
+        try:
+            template_options(dict(self))
+        except FieldError as error:
+            raise APIError(400, str(error), param=error.field) from error
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    model: str | None = None
+    tokens: Tokens
 
 
 class DemoRequest(BaseModel):

@@ -17,6 +17,7 @@ from scaling.sharded_texts import texts
 from stree import TreeLM
 
 FAMILIES_IN_CI = ("granitemoehybrid", "llama", "nemotron_h", "qwen3_5_text")
+ONE_HEAD = {"gemma"}  # of keys, which two processes cannot share
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,7 +48,11 @@ def test_two_processes_generate_the_texts_of_one(
         check=True, cwd=ROOT, timeout=1800, env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
+    refused = {name for name in names if "do not divide evenly" in ranks[0][name].get("refused", "")}
+    assert refused <= ONE_HEAD
     for name in names:
+        if name in refused:
+            continue
         alone = texts(TreeLM.from_pretrained(tmp_path / name, "cpu"), str(tmp_path / name))
         assert ranks[0][name]["sharded"] > 0
         assert [rank[name]["texts"] for rank in ranks] == [alone, alone], name

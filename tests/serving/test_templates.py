@@ -1,0 +1,83 @@
+"""Chat templates, tokens of texts and chats, and pages of other sites.
+
+Run: python -m pytest tests/serving/test_templates.py
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from helpers.http_served import Served
+
+from stree.inputs import ASSETS, load_tokenizer
+from stree.integrations.batch_rows import request_of
+from stree.serving.app import create_app
+
+TURNS = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}]
+OPTIONS = "{% for m in messages %}{{ m.content }}{% endfor %}|{{ enable_thinking }}|{{ reasoning_effort }}"
+
+
+def test_the_bundled_target_answers_chats() -> None:
+    tokenizer = load_tokenizer(str(ASSETS / "target"))
+    answered = [*TURNS, {"role": "assistant", "content": "2"}, {"role": "user", "content": "1 + 2?"}]
+    text = tokenizer.apply_chat_template(answered, add_generation_prompt=True, tokenize=False)
+    assert text == "Add.\n\nQuestion: 1 + 1?\nAnswer: 2\n\nQuestion: 1 + 2?\nAnswer:"
+
+
+def test_a_template_reads_the_options_of_the_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", OPTIONS)
+    body = {"model": "tiny", "messages": TURNS[1:], "max_tokens": 1, "reasoning_effort": "low"}
+    body |= {"chat_template_kwargs": {"enable_thinking": False}}
+    answer = served.post("/v1/chat/completions", body)
+    wanted = served.tokenizer("1 + 1?|False|low", add_special_tokens=False)["input_ids"]
+    assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == len(wanted)
+    row = request_of({"custom_id": "a", "body": {name: body[name] for name in body if name != "model"}})
+    assert (row["chat_template_kwargs"], row["reasoning_effort"]) == ({"enable_thinking": False}, "low")
+
+
+@pytest.mark.parametrize("options", [{"tokenize": True}, {"chat_template": "x"}, [1], "x"])
+def test_options_that_are_not_the_templates_are_refused(served: Served, options: Any) -> None:
+    body = {"model": "tiny", "messages": TURNS, "chat_template_kwargs": options}
+    answer = served.post("/v1/chat/completions", body)
+    assert answer.status_code == 400 and "chat_template_kwargs" in answer.json()["error"]["message"]
+    with pytest.raises(ValueError, match="chat_template_kwargs must be an object of the template's own variables"):
+        request_of({"messages": TURNS, "chat_template_kwargs": options})
+
+
+def test_tokens_of_texts_and_chats_and_back(served: Served) -> None:
+    text, ids = "Tom has 3 apples.", served.tokenizer("Tom has 3 apples.")["input_ids"]
+    found = served.post("/tokenize", {"model": "tiny", "prompt": text, "return_token_strs": True}).json()
+    assert (found["tokens"], found["count"], found["max_model_len"]) == (ids, len(ids), 256)
+    assert found["token_strs"] == served.tokenizer.convert_ids_to_tokens(ids)
+    assert served.post("/detokenize", {"tokens": ids}).json() == {"prompt": text}
+    for is_open in (True, False):
+        written = served.tokenizer.apply_chat_template(TURNS, add_generation_prompt=is_open, tokenize=False)
+        wanted = served.tokenizer(written, add_special_tokens=False)["input_ids"]
+        chat = served.post("/tokenize", {"messages": TURNS, "add_generation_prompt": is_open}).json()
+        assert chat["tokens"] == wanted and chat["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/tokenize", {}, 400, "give a prompt or messages, got neither"),
+        ("/tokenize", {"prompt": "a", "messages": TURNS}, 400, "got both"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "does not exist"),
+        ("/tokenize", {"prompt": "a" * 15_000}, 400, "characters"),
+        ("/detokenize", {"tokens": [10**6]}, 400, "tokens must be from 0 to"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens must be from 0 to"), ("/detokenize", {}, 400, "tokens"),
+    ],
+)  # fmt: skip
+def test_what_has_no_tokens_is_refused(served: Served, path: str, body: Any, status: int, said: str) -> None:
+    answer = served.post(path, body)
+    assert answer.status_code == status and said in answer.json()["error"]["message"]
+
+
+def test_pages_of_other_sites_may_ask_where_they_are_allowed(served: Served) -> None:
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    for allowed, found in (((), None), (["https://a.example"], "https://a.example"), (["https://b.example"], None)):
+        app = create_app(served.engine, served.tokenizer, "tiny", api_key="k", allowed_origins=allowed)
+        answer = TestClient(app).options("/v1/chat/completions", headers=asked)
+        assert answer.headers.get("access-control-allow-origin") == found
