@@ -107,9 +107,13 @@ def num_features(projection: Any) -> tuple[int, int]:
     return inputs, outputs
 
 
-def num_local_outputs(projection: Any) -> int:
-    """Return the number of outputs of a linear module in this process, which may hold some of its rows only."""
+def num_local_outputs(module: Any, name: str) -> int:
+    """Return the number of outputs of a module's projection in this process, which may hold some of its rows only."""
+    projection = getattr(module, name)
     weight, outputs = getattr(projection, "weight", None), num_features(projection)[1]
+    plan = getattr(module.config, "base_model_tp_plan", None) or {}
+    if any(place.endswith(f".{name}") and kind == "colwise_gather_output" for place, kind in plan.items()):
+        return outputs
     return outputs * weight.to_local().shape[0] // weight.shape[0] if isinstance(weight, DTensor) else outputs
 
 

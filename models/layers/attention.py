@@ -92,7 +92,7 @@ def shifted_left(rows: Tensor, padding: Tensor, length: int) -> Tensor:
 
 def patch_attention(attention: Any, placement: Placement) -> KvSpec:
     """Make an attention module score trees when it is called with a ``TreeStep``; return its sizes."""
-    rows, headdim = num_local_outputs(attention.k_proj), attention.head_dim
+    rows, headdim = num_local_outputs(attention, "k_proj"), attention.head_dim
     if rows % headdim:
         raise NotImplementedError(
             f"the key and value heads of {type(attention).__name__} do not divide evenly among the processes of its "
