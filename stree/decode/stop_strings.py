@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,10 +43,11 @@ class TokenBytes:
 
     Args:
         tokenizer: of transformers.
+        shown: names of special tokens that texts show.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._known = tokenizer, dict[int, TokenPiece]()
+    def __init__(self, tokenizer: Any, shown: Collection[str] = ()) -> None:
+        self._tokenizer, self._shown, self._known = tokenizer, shown, dict[int, TokenPiece]()
         self._prefix: list[int] = tokenizer(PREFIX, add_special_tokens=False)["input_ids"]
         self._num_before = len(self._decoded(self._prefix))
 
@@ -75,7 +76,7 @@ class TokenBytes:
         """Read the bytes of a token off its text; those of a part of a character, which has none, off its name."""
         text = self._decoded([*self._prefix, token])[self._num_before :]
         alone = self._decoded([token])
-        is_shown = self._decoded([token], skip_special_tokens=True) == alone
+        is_shown = name in self._shown or self._decoded([token], skip_special_tokens=True) == alone
         if UNFINISHED not in text:
             return TokenPiece(text.encode(), alone.encode(), is_shown)
         own = text.encode()

@@ -30,6 +30,8 @@ from stree.serving.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )  # fmt: skip
+from stree.serving.tool_answers import ToolAnswer
+from stree.tool_calls import tool_format
 
 __all__ = ["OpenAIAPI", "event"]
 
@@ -52,6 +54,9 @@ class OpenAIAPI:
         self._has_metrics = has_metrics
         self._encoder = PromptEncoder(tokenizer, model, engine.max_length - 1)
         self.token_bytes, self.metrics = TokenBytes(tokenizer), Metrics(engine, model)
+        self._tool_format = tool_format(tokenizer.chat_template)
+        markers = [] if self._tool_format is None else [self._tool_format.begin, self._tool_format.end or ""]
+        self._bytes_of_calls = TokenBytes(tokenizer, markers)
         self.card = {
             "id": model, "object": "model", "created": int(time.time()), "owned_by": "stree",
             "max_model_len": engine.max_length,
@@ -82,7 +87,10 @@ class OpenAIAPI:
     async def chat(self, body: ChatRequest, request: Request) -> Any:
         """Answer POST /v1/chat/completions."""
         self._check(body)
+        if body.tool_schemas and self._tool_format is None:
+            raise APIError(400, f"tool calls of {self._model} have no known format", param="tools")
         choices = await self._submit(body, [await self._encoder.chat(body.messages, body.template_options)])
+        calling = [self._calling(body) for _ in choices]
         whole, chunk = (self._head("chatcmpl", f"chat.completion{end}") for end in ("", ".chunk"))
         chunk["id"] = whole["id"]
         begun = set[int]()
@@ -90,15 +98,24 @@ class OpenAIAPI:
         def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
             found = chat_logprobs(piece, self.token_bytes) if body.logprobs else None
             content: dict[str, Any] = {"content": piece.text}
+            finish_reason = piece.finish_reason
+            if (answer := calling[piece.index]) is not None:
+                content, finish_reason = answer.push(piece.text, finish_reason, is_whole=is_whole)
             if is_whole or piece.index not in begun:
                 begun.add(piece.index)
                 content = {"role": "assistant", **content, **({"refusal": None} if is_whole else {})}
             return {
                 "index": piece.index, "message" if is_whole else "delta": content, "logprobs": found,
-                "finish_reason": piece.finish_reason,
+                "finish_reason": finish_reason,
             }  # fmt: skip
 
         return await self._answer(body, request, choices, whole, chunk, part)
+
+    def _calling(self, body: ChatRequest) -> ToolAnswer | None:
+        """Return what finds the calls in an answer, where it may have some."""
+        if self._tool_format is None or not body.tool_schemas:
+            return None
+        return ToolAnswer(self._tool_format, body.tool_schemas, is_one=body.parallel_tool_calls is False)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Answer POST /tokenize, as vLLM does."""
@@ -138,13 +155,16 @@ class OpenAIAPI:
     ) -> list[Choice]:
         """Submit all texts of a request, or none; a prompt is tokenised when those before it are in the queue."""
         choices: list[Choice] = []
+        has_calls = isinstance(body, ChatRequest) and body.tool_schemas
+        token_bytes = self._bytes_of_calls if has_calls else self.token_bytes
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
             for each in prompts:
                 prompt = await self._encoder.text(each) if isinstance(each, str) else each
                 for number in range(body.n or 1):
                     handle = await asyncio.to_thread(self._submit_one, body, prompt, seed + number, trees)
-                    choices.append(Choice(len(choices), handle, IncrementalText(self.token_bytes, prompt, body.stops)))
+                    text = IncrementalText(token_bytes, prompt, body.stops)
+                    choices.append(Choice(len(choices), handle, text))
         except BaseException:
             for choice in choices:
                 choice.handle.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -111,6 +111,24 @@ class GenerationRequest(BaseModel):
             raise APIError(400, "stream_options needs stream", param="stream_options")
 
 
+class Function(BaseModel):
+    """A function that the model may call; ``parameters`` is a JSON schema."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool of a chat."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"]
+    function: Function
+
+
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
@@ -146,11 +164,21 @@ class ChatRequest(GenerationRequest):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def tool_schemas(self) -> dict[str, dict[str, Any]]:
+        """JSON schemas of the parameters, by the names of the tools that may be called."""
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return {tool.function.name: tool.function.parameters or {} for tool in tools}
 
     @property
     def template_options(self) -> dict[str, Any]:
         """What the chat template reads beside the messages."""
-        return template_options(dict(self))
+        tools = {"tools": [tool.model_dump() for tool in self.tools or []]} if self.tool_schemas else {}
+        return {**template_options(dict(self)), **tools}
 
     @property
     def limit(self) -> int | None:

@@ -1,0 +1,130 @@
+"""What a format of tool calls is, and reading one out of a text that grows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["ToolCall", "ToolCallReader", "ToolFormat", "call_of", "calls_of_json"]
+
+Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters, by the names of the tools
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function.
+
+    Attributes:
+        name: of the function.
+        arguments: a JSON object, as text.
+    """
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    Attributes:
+        hints: parts of chat templates that ask for this format.
+        begin: text in front of calls.
+        end: text behind them; None where they reach to the end of the answer.
+        read: returns the calls in a text from ``begin`` to ``end``, both included; ValueError where it has none.
+        is_whole: whether calls stand at the beginning of an answer or nowhere.
+    """
+
+    hints: tuple[str, ...]
+    begin: str
+    end: str | None
+    read: Callable[[str, Schemas], list[ToolCall]]
+    is_whole: bool = False
+
+
+def call_of(name: Any, arguments: Any, schemas: Schemas) -> ToolCall:
+    """Return a call.
+
+    Raises:
+        ValueError: no tool has the name, or the arguments are no object.
+    """
+    if name not in schemas or not isinstance(arguments, Mapping):
+        raise ValueError(f"no call of a known tool: {name!r:.80}")
+    return ToolCall(str(name), json.dumps(arguments, ensure_ascii=False))
+
+
+def calls_of_json(text: str, schemas: Schemas) -> list[ToolCall]:
+    """Read calls that are a JSON object of ``name`` and ``arguments`` or ``parameters``, or a list of them.
+
+    Raises:
+        ValueError: something else.
+    """
+    found = json.loads(text)
+    listed = found if isinstance(found, list) else [found]
+    if not listed or not all(isinstance(one, dict) for one in listed):
+        raise ValueError("calls must be objects")
+    return [call_of(one.get("name"), one.get("arguments", one.get("parameters", {})), schemas) for one in listed]
+
+
+class ToolCallReader:
+    """Splits an answer into its content and its calls.
+
+    Text that may belong to a call is held back until it is known; what then is no call is content.
+
+    Args:
+        form: the format.
+        schemas: of the tools; calls of other names are content.
+    """
+
+    def __init__(self, form: ToolFormat, schemas: Schemas) -> None:
+        self._form, self._schemas, self._held, self._has_content = form, schemas, "", False
+
+    def push(self, piece: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
+        """Append text; return the content and the calls that are certain now, spaces around calls left out."""
+        self._held += piece
+        content, calls = "", list[ToolCall]()
+        while (begin := self._begin()) >= 0:
+            end = self._end(begin, is_last)
+            if end is None:
+                break
+            try:
+                new = self._form.read(self._held[begin:end], self._schemas)
+                content, calls = content + self._take(begin).rstrip(), calls + new
+                self._held = self._held[end - begin :].lstrip()
+            except (ValueError, RecursionError):
+                content += self._take(end)
+        place = len(self._held) if is_last else self._certain()
+        content += self._take(place)
+        return content, calls
+
+    def _begin(self) -> int:
+        """Return where a call may begin, or -1."""
+        if not self._form.is_whole:
+            return self._held.find(self._form.begin)
+        start = len(self._held) - len(self._held.lstrip())
+        return start if not self._has_content and self._held.startswith(self._form.begin, start) else -1
+
+    def _end(self, begin: int, is_last: bool) -> int | None:
+        """Return where a call ends, or None where that is not known yet."""
+        found = -1 if self._form.end is None else self._held.find(self._form.end, begin)
+        if found >= 0:
+            return found + len(self._form.end or "")
+        return len(self._held) if is_last else None
+
+    def _certain(self) -> int:
+        """Return how much of what is held back is content, whatever follows."""
+        end = self._begin()
+        if end < 0:
+            end = len(self._held)
+            for length in range(1, min(len(self._form.begin), end + 1)):
+                if self._form.begin.startswith(self._held[-length:]):
+                    end = len(self._held) - length  # the longest one is the last found
+        return len(self._held[:end].rstrip())
+
+    def _take(self, end: int) -> str:
+        """Take the first characters out of what is held back."""
+        taken, self._held = self._held[:end], self._held[end:]
+        self._has_content |= bool(taken.strip())
+        return taken

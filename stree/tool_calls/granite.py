@@ -1,0 +1,16 @@
+"""Granite 3: ``<|tool_call|>[{"name": ..., "arguments": ...}]`` to the end of the answer."""
+
+from __future__ import annotations
+
+from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, calls_of_json
+
+__all__ = ["GRANITE"]
+
+BEGIN = "<|tool_call|>"
+
+
+def _read(text: str, schemas: Schemas) -> list[ToolCall]:
+    return calls_of_json(text.removeprefix(BEGIN), schemas)
+
+
+GRANITE = ToolFormat((BEGIN,), BEGIN, None, _read)

@@ -1,0 +1,80 @@
+"""Tool calls are read out of answers of every format, however these are cut into pieces.
+
+Run: python -m pytest tests/serving/test_tool_calls.py
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from stree.tool_calls import TOOL_FORMATS, ToolCallReader, tool_format
+
+SCHEMAS: dict[str, Any] = {
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "clock": {},
+}  # fmt: skip
+OSLO, TWO, CLOCK = ("weather", {"city": "Oslo"}), ("weather", {"city": "São 2", "days": 2}), ("clock", {})
+# Format, answer, its content, its calls.
+ANSWERS: list[tuple[str, str, str, list[Any]]] = [
+    (
+        "hermes",
+        'I look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+        '<tool_call>{"name": "clock", "arguments": {}}</tool_call>',
+        "I look.", [OSLO, CLOCK],
+    ),
+    ("hermes", "a <tool_ b", "a <tool_ b", []), ("hermes", "a \n\nb", "a \n\nb", []),
+    ("hermes", '<tool_call>{"name": "rain"}</tool_call> no', '<tool_call>{"name": "rain"}</tool_call> no', []),
+    ("hermes", '<tool_call>{"name": "clock"', '<tool_call>{"name": "clock"', []),
+    (
+        "qwen-xml",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nSão 2\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "", [TWO],
+    ),
+    ("qwen-xml", "<tool_call>\n<function=clock>\n</function>\n</tool_call>", "", [CLOCK]),
+    (
+        "nemotron", 'Yes.<TOOLCALL>[{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "clock"}]</TOOLCALL>',
+        "Yes.", [OSLO, CLOCK],
+    ),
+    (
+        "lfm2", "<|tool_call_start|>[weather(city='São 2', days=2), clock()]<|tool_call_end|>I asked.",
+        "I asked.", [TWO, CLOCK],
+    ),
+    (
+        "lfm2", "<|tool_call_start|>[weather('Oslo')]<|tool_call_end|>",
+        "<|tool_call_start|>[weather('Oslo')]<|tool_call_end|>", [],
+    ),
+    ("granite", '<|tool_call|>[{"name": "weather", "arguments": {"city": "Oslo"}}]', "", [OSLO]),
+    (
+        "llama-json", '{"name": "weather", "parameters": {"city": "Oslo"}}; {"name": "clock", "parameters": {}}',
+        "", [OSLO, CLOCK],
+    ),
+    ("llama-json", 'So: {"name": "clock", "parameters": {}}', 'So: {"name": "clock", "parameters": {}}', []),
+    ("llama-json", '{"name": 1}', '{"name": 1}', []),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "answer", "content", "calls"), ANSWERS)
+def test_an_answer_is_split_into_content_and_calls(form: str, answer: str, content: str, calls: list[Any]) -> None:
+    for length in range(1, len(answer) + 1):
+        reader = ToolCallReader(TOOL_FORMATS[form], SCHEMAS)
+        pieces = [reader.push(answer[place : place + length]) for place in range(0, len(answer), length)]
+        pieces.append(reader.push("", is_last=True))
+        assert "".join(text for text, _ in pieces) == content
+        assert [(call.name, json.loads(call.arguments)) for _, found in pieces for call in found] == calls
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        ("... <tool_call>\\n<function=example> ...", "qwen-xml"), ("within <tool_call></tool_call> tags", "hermes"),
+        ("<AVAILABLE_TOOLS> <TOOLCALL>", "nemotron"), ("List of tools: <|tool_list_start|>[", "lfm2"),
+        ("answer with <|tool_call|> and a list", "granite"),
+        ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama-json"),
+        ("{{ message.content }}", None), (None, None),
+    ],
+)  # fmt: skip
+def test_the_format_is_that_of_the_chat_template(template: str | None, form: str | None) -> None:
+    assert tool_format(template) is TOOL_FORMATS.get(form or "")
