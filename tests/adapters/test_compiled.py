@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
-from helpers.tiny_family_models import BUILDERS, family_model, matrix
+from helpers.tiny_family_models import BUILDERS, EVERY_ADAPTER, family_model, matrix
 from helpers.tiny_models import tiny_model
 from torch import Tensor
 
@@ -168,7 +168,7 @@ def test_compiled_trees_of_other_families(family: str, caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.name == "stree"]  # else they were not compiled
 
 
-@pytest.mark.parametrize("family", matrix(fast=["bamba"]))
+@pytest.mark.parametrize("family", matrix(fast=["bamba"], in_ci=EVERY_ADAPTER))
 def test_compiled_commits_leave_the_states_that_others_leave(
     family: str, traced_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:
