@@ -36,6 +36,9 @@ __all__ = [
 
 Patch = Callable[..., LayerSpec]  # of a module
 
+# Those of modules whose own forward reads a cache also where it is called with several tokens.
+CONTINUED = {patch_attention, patch_delta_rule, patch_mamba2, patch_mla, patch_short_conv}
+
 # Attributes of transformers' attention and state space modules; an unpatched one would read a tree as a chain.
 SIGNS = ("is_causal", "A_log")
 # How a forward names its cache: since transformers 5.24; before; before in models of Mamba layers only.
@@ -75,6 +78,11 @@ class Family:
     takes_positions: bool = True
     pads_exactly: bool = True
     new_cache: Callable[[Any], Any] = _dynamic_cache
+
+    @property
+    def continues_caches(self) -> bool:
+        """Whether the model's forward of several tokens is right behind a cache that is not empty."""
+        return CONTINUED.issuperset(self.mixers.values())
 
     def patch(self, module: Any, layer: int, dtype: torch.dtype) -> LayerSpec:
         """Make a stateful module of a layer, whose activations have a dtype, score trees; return its sizes."""

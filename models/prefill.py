@@ -1,4 +1,4 @@
-"""Prefill of the first chunk of prompts by transformers' forward, and the checks of a caller's tokens."""
+"""Prefill of prompts and of further tokens by transformers' forward, and the checks of a caller's tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stree.models.patched_model import PatchedModel
 from stree.models.patching import is_hooked, is_linear, num_features
 from stree.models.state import DecodeState
 
-__all__ = ["check_extension", "check_prompts", "pads_exactly", "run_prompts"]
+__all__ = ["can_continue", "check_extension", "check_prompts", "continue_prompts", "pads_exactly", "run_prompts"]
 
 
 def check_prompts(state: DecodeState, input_ids: Tensor, lengths: Tensor | None) -> list[int]:
@@ -115,6 +115,49 @@ def _run_batch(
         columns = (index + padding[:, None]).clamp(max=longest - 1).to(hidden.device)
         hidden = hidden.take_along_dim(columns[:, :, None, None], dim=1)
     return logits[:, -1].to(state_dtype(logits.dtype)), hidden
+
+
+def can_continue(model: PatchedModel, state: DecodeState, sizes: Sequence[int]) -> bool:
+    """Return whether transformers' forward can run more tokens of every text, and has more than one chain to run."""
+    return (
+        model.family.continues_caches
+        and min(sizes) == max(sizes) > state.max_nodes
+        and len(set(state.lengths.tolist())) == 1
+    )
+
+
+@torch.no_grad()
+def continue_prompts(
+    model: PatchedModel,
+    state: DecodeState,
+    input_ids: Tensor,
+    chunk_size: int,
+    hidden_layers: Sequence[int] | None = None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Run more tokens with transformers' forward behind a copy of the state in its cache, and fill the state.
+
+    Args:
+        model: of the state; its family continues caches.
+        state: of texts that are equally long; unchanged if a forward fails, but for its pending tree, which is dropped.
+        input_ids: int64[batch, n].
+        chunk_size: most tokens that one forward runs.
+        hidden_layers: layers whose hidden states are returned, or None.
+
+    Returns:
+        Logits after the last tokens, and the hidden states of every chunk, as ``run_prompts`` returns them.
+    """
+    batch, length, recorded = state.batch_size, int(state.lengths[0]), list[Tensor]()
+    state.pending_tree = None
+    cache = model.family.new_cache(model.model.config)
+    state.store(cache, length)
+    for chunk in input_ids.split(chunk_size, dim=1):
+        positions = torch.arange(length, length + chunk.shape[1], device=model.device).expand(batch, -1)
+        logits, hidden = model.forward_recording(hidden_layers, chunk, cache, positions, logits_to_keep=1)
+        length += chunk.shape[1]
+        recorded += [] if hidden is None else [hidden]
+    with state.changing():
+        state.load(cache, model.mixers, torch.full_like(state.lengths, length), length)
+    return logits[:, -1].to(state_dtype(logits.dtype)), recorded
 
 
 def pads_exactly(model: PatchedModel) -> bool:

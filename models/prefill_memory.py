@@ -8,6 +8,7 @@ long; and products of experts, which refuse some dtypes.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from stree.models.patched_model import PatchedModel
 from stree.models.peak_bytes import PeakBytes
 from stree.models.prefill_functions import measured_on
+from stree.models.state import DecodeState
 
 __all__ = ["prefill_bytes"]
 
@@ -31,44 +33,55 @@ logger = logging.getLogger("stree")
 _measured: dict[tuple[Any, ...], int] = {}
 
 
-def prefill_bytes(lm: PatchedModel, batch: int, length: int, *, is_padded: bool = False) -> int:
+def prefill_bytes(lm: PatchedModel, batch: int, length: int, *, held: int = 0, is_padded: bool = False) -> int:
     """Return the most bytes that transformers' forward of prompts holds: its cache, activations and temporaries.
 
     Args:
         lm: the model; its weights are not read.
         batch: prompts that run together.
         length: tokens of each, which are rounded up by 3 %, or 15 tokens, at most.
+        held: tokens of each that have run before; rounded likewise.
         is_padded: whether the prompts differ in length.
 
     Returns:
         The bytes, or 0 for a model whose forward needs values.
     """
     if length > MOST_TOKENS:
-        return prefill_bytes(lm, batch, MOST_TOKENS, is_padded=is_padded) * -(-length // MOST_TOKENS)
-    step = max(LEAST_STEP, (1 << (length - 1).bit_length()) // (2 * STEPS))
-    length = -(-length // step) * step
+        return prefill_bytes(lm, batch, MOST_TOKENS, held=held, is_padded=is_padded) * -(-length // MOST_TOKENS)
+    length, held = _rounded(length), _rounded(held)
     config = lm.model.config
     kind = type(lm.model), config.to_json_string(), _attention(config), lm.dtype, lm.device.type
-    key = kind, batch, length, is_padded
+    key = kind, batch, length, held, is_padded
     if key not in _measured:
         try:
-            _measured[key] = _measure(lm, batch, length, is_padded)
+            _measured[key] = _measure(lm, batch, length, held, is_padded)
         except Exception as problem:
             logger.debug("the memory of a prefill is not checked: %s: %s", type(problem).__name__, problem)
             _measured[key] = 0
     return _measured[key]
 
 
-def _measure(lm: PatchedModel, batch: int, length: int, is_padded: bool) -> int:
+def _rounded(length: int) -> int:
+    """Round up to a multiple of the step between two measured lengths."""
+    step = max(LEAST_STEP, (1 << (length - 1).bit_length()) // (2 * STEPS)) if length else 1
+    return -(-length // step) * step
+
+
+def _measure(lm: PatchedModel, batch: int, length: int, held: int, is_padded: bool) -> int:
     """Run the forward on ``meta``."""
     other = copy.copy(lm)
     with torch.no_grad(), _disable_current_modes(), torch.device("meta"), measured_on(lm.device):
         other.model = _model_without_values(lm)
-        cache, positions = lm.family.new_cache(other.model.config), torch.arange(length).expand(batch, length)
+        cache = lm.family.new_cache(other.model.config)
+        positions = torch.arange(held, held + length).expand(batch, length)
         tokens = torch.zeros(batch, length, dtype=torch.long)
+        specs = {site: dataclasses.replace(spec, device=tokens.device) for site, spec in lm.specs.items()}
+        state = DecodeState(specs, batch, max(held, 1), 1, tokens.device)
         tracker = _PrefillBytes(is_padded)
         with tracker, _Attention(lm.device):
-            other.forward(tokens, cache, positions, torch.ones_like(tokens), logits_to_keep=1)
+            if held:
+                state.store(cache, held)
+            other.forward(tokens, cache, positions, None if held else torch.ones_like(tokens), logits_to_keep=1)
     return tracker.peak
 
 

@@ -212,6 +212,12 @@ class DecodeState:
         self.lengths.copy_(lengths)
         self.length_bound = padded_length
 
+    def store(self, cache: Any, length: int) -> None:
+        """Copy what texts of ``length`` tokens each have left into an empty transformers cache."""
+        self.apply_deferred()
+        for site, (spec, slot) in self._slots.items():
+            self.stacks[spec].store(slot, cache, site[0], length)
+
     def write_row(self, row: int, other: DecodeState) -> None:
         """Copy in sequence ``row`` from a state of batch 1 and equal sizes; a pending tree is dropped."""
         self.apply_deferred()

@@ -15,7 +15,7 @@ from stree.checks import check_sizes
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.loading import load_model
 from stree.models.patching import is_sharded
-from stree.models.prefill import check_extension, check_prompts, run_prompts
+from stree.models.prefill import can_continue, check_extension, check_prompts, continue_prompts, run_prompts
 from stree.models.self_check import check_adapters, check_model
 from stree.models.state import DecodeState
 from stree.models.tree_scorer import TreeScorer
@@ -171,7 +171,7 @@ class TreeLM(TreeScorer):
             input_ids: int[batch, n], right-padded; padding may be any token of the vocabulary.
             lengths: int[batch], true lengths; None where no prompt is padded.
             chunk_size: most tokens that transformers' forward runs at once, which bounds the memory of a long prompt;
-                the rest is run as by ``extend``.  None for the attribute ``chunk_size``.
+                the rest is run as by ``extend``, in chunks of that size.  None for the attribute ``chunk_size``.
             hidden_layers: layers whose hidden states are returned, too; see the class.
 
         Returns:
@@ -194,7 +194,7 @@ class TreeLM(TreeScorer):
             logits, recorded = run_prompts(self, state, tokens, [min(size, begin) for size in sizes], hidden_layers)
             if begin < max(sizes):
                 rest = [max(size - begin, 0) for size in sizes]
-                logits, more = self.run_chains(state, tokens[:, begin:], rest, hidden_layers, logits)
+                logits, more = self._run_behind(state, tokens[:, begin:], rest, hidden_layers, logits, chunk_size)
                 recorded += more
         except BaseException:
             state.reset()  # some rows, layers or chunks may have been written already
@@ -248,8 +248,9 @@ class TreeLM(TreeScorer):
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Run more tokens after those that a state holds, such as the next message of a conversation.
 
-        They run as trees do, ``max_nodes`` at a time.  A verified tree that was not committed is dropped, as by
-        ``verify``.  An empty state may be extended, too, but ``prefill`` runs whole prompts faster.
+        They run as trees do, ``max_nodes`` at a time; more by transformers' forward, ``chunk_size`` at a time,
+        if all texts and all pieces are equally long and the family's forward is right behind a cache.  A verified tree
+        that was not committed is dropped, as by ``verify``.  An empty state may be extended, too.
 
         Args:
             state: of this model.
@@ -270,8 +271,17 @@ class TreeLM(TreeScorer):
         self.check_current()
         sizes = check_extension(state, input_ids, lengths)
         tokens = self._checked(input_ids, hidden_layers)
-        logits, recorded = self.run_chains(state, tokens, sizes, hidden_layers)
+        logits, recorded = self._run_behind(state, tokens, sizes, hidden_layers, None, self.chunk_size)
         return logits if hidden_layers is None else (logits, _joined(recorded, tokens.shape[1]))
+
+    def _run_behind(
+        self, state: DecodeState, tokens: Tensor, sizes: Sequence[int], hidden_layers: Sequence[int] | None,
+        logits: Tensor | None, chunk_size: int | None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+        """Run tokens behind those of a state by transformers' forward if it can, else as chains."""
+        if can_continue(self, state, sizes):
+            return continue_prompts(self, state, tokens[:, : sizes[0]], chunk_size or sizes[0], hidden_layers)
+        return self.run_chains(state, tokens, sizes, hidden_layers, logits)
 
     def _checked(self, input_ids: Tensor, hidden_layers: Sequence[int] | None) -> Tensor:
         """Check tokens and layers; return the tokens as int64 on the model's device."""

@@ -203,8 +203,6 @@ class TreeScorer(PatchedModel):
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run tokens after those of a state as chains that are verified and committed, ``max_nodes`` at a time.
 
-        transformers' continuation of a cache by several tokens is wrong for some families, so it is used for none.
-
         Args:
             state: any; a pending tree is dropped.
             input_ids: int64[batch, n], right-padded.

@@ -71,6 +71,10 @@ class KvStack(LayerStack):
         for mine, theirs in ((self.keys, cache_layer.keys), (self.values, cache_layer.values)):
             mine[slot, :, :, :length] = shifted_left(theirs, prefilled.padding, length)
 
+    def store(self, slot: int, cache: Any, layer: int, length: int) -> None:
+        """Copy keys and values."""
+        cache.update(self.keys[slot, :, :, :length], self.values[slot, :, :, :length], layer)
+
 
 def shifted_left(rows: Tensor, padding: Tensor, length: int) -> Tensor:
     """Move the rows of a cache of left-padded prompts left by the padding.

@@ -92,6 +92,10 @@ class LayerStack:
         """Copy the state after the prompts into layer ``slot``."""
         raise NotImplementedError
 
+    def store(self, slot: int, cache: Any, layer: int, length: int) -> None:
+        """Copy the state of layer ``slot`` after ``length`` tokens into a layer of an empty transformers cache."""
+        raise NotImplementedError
+
     def bind(self, slot: int, mixer: Any) -> None:
         """Copy the weights of layer ``slot`` that committing needs; none by default."""
 

@@ -47,6 +47,11 @@ class ConvStack(LayerStack):
         inputs, window = prefilled.cache.layers[prefilled.layer].conv_states[0], self.window[slot]
         window.copy_(inputs[..., inputs.shape[-1] - window.shape[-1] :])
 
+    def store(self, slot: int, cache: Any, layer: int, length: int) -> None:
+        """Copy the window."""
+        window = self.window[slot]
+        cache.update_conv_state(window, layer, conv_kernel_size=window.shape[-1] + 1)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RecurrentStack(ConvStack):
@@ -63,6 +68,11 @@ class RecurrentStack(ConvStack):
         super().load(slot, prefilled)
         state = prefilled.cache.layers[prefilled.layer].recurrent_states[0]
         self.state[slot].copy_(state.view_as(self.state[slot]))
+
+    def store(self, slot: int, cache: Any, layer: int, length: int) -> None:
+        """Copy window and state."""
+        super().store(slot, cache, layer, length)
+        cache.update_recurrent_state(self.state[slot], layer)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -67,6 +67,11 @@ class LatentStack(LayerStack):
         length = latents.shape[2]
         self.keys[slot, :, :, :length] = shifted_left(latents, prefilled.padding, length)
 
+    def store(self, slot: int, cache: Any, layer: int, length: int) -> None:
+        """Copy the latents and the rotated parts."""
+        latents = self.keys[slot, :, :, :length]
+        cache.update(latents[..., : self.spec.rank], latents[..., self.spec.rank :], layer)
+
 
 def patch_mla(attention: Any, placement: Placement) -> LatentSpec:
     """Make a latent attention module score trees when it is called with a ``TreeStep``; return its sizes."""

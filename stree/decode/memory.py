@@ -41,6 +41,7 @@ class Extent:
         nodes: most nodes of a tree, root included.
         prompts: prompts that are prefilled together, or one by one where a model cannot pad them.
         prompt_length: most tokens of each.
+        chunk: most tokens of a prompt that run at once; 0 for the model's ``chunk_size``.
         is_padded: whether they may differ in length.
         single_rows: states of one row beside the batch's, which prompts are prefilled in.
         is_greedy: whether no token is sampled.
@@ -53,6 +54,7 @@ class Extent:
     nodes: int
     prompts: int = 1
     prompt_length: int = 1
+    chunk: int = 0
     is_padded: bool = False
     single_rows: int = 0
     is_greedy: bool = False
@@ -138,11 +140,15 @@ def _distribution_bytes(lm: TreeLM, extent: Extent) -> int:
 
 def _prefill_bytes(lm: TreeLM, extent: Extent) -> int:
     """Bytes of a prefill beside the state."""
-    length = min(extent.prompt_length, lm.chunk_size or extent.prompt_length)
+    length = min(extent.prompt_length, extent.chunk or lm.chunk_size or extent.prompt_length)
     prompts = 1 if _runs_one_by_one(lm, extent) else extent.prompts
     memory = _measured(lm)
-    cache = prompts * (memory.state + memory.window + memory.kv_per_token * length)  # where more cannot be measured
-    return max(cache, prefill_bytes(lm, prompts, length, is_padded=extent.is_padded and prompts > 1))
+    held = 0  # tokens before the last chunk, if it does not run as chains
+    if lm.family.continues_caches and not (extent.is_padded and extent.prompts > 1):
+        held = extent.prompt_length - length
+    cache = memory.state + memory.window + memory.kv_per_token * (held + length)  # where more cannot be measured
+    is_padded = extent.is_padded and prompts > 1
+    return max(prompts * cache, prefill_bytes(lm, prompts, length, held=held, is_padded=is_padded))
 
 
 def _runs_one_by_one(lm: TreeLM, extent: Extent) -> bool:

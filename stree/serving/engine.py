@@ -83,7 +83,7 @@ class Engine:
         self._batch = RunningBatch(self._settings, max_batch, max_length, self._is_cancelled, self._record)
         extent = self._batch.extent
         self._chunk = int(prefill_chunk or default_chunk(lm, self._drafter, extent))
-        check_memory(lm, self._drafter, replace(extent, prompt_length=min(extent.prompt_length, self._chunk)))
+        check_memory(lm, self._drafter, replace(extent, chunk=self._chunk))
         self._cache, self._before_step = PrefixCache(cache_bytes), before_step or (lambda: None)
         self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()

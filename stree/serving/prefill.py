@@ -23,13 +23,12 @@ CHUNK = 512  # tokens of a prompt that run at once, where steps are not captured
 def default_chunk(lm: TreeLM, drafter: Drafter, extent: Extent) -> int:
     """Return how many tokens of a prompt run between two steps where the caller names no number.
 
-    On CUDA as many as memory allows: later chunks run as chains of few nodes, each of which takes as long as the launch
-    of all its kernels.
+    On CUDA as many as memory allows: a forward of few tokens takes as long as the launch of all its kernels.
     """
     if lm.device.type != "cuda":
         return CHUNK
     size = extent.prompt_length
-    while size > CHUNK and not fits_in_memory(lm, drafter, replace(extent, prompt_length=size)):
+    while size > CHUNK and not fits_in_memory(lm, drafter, replace(extent, chunk=size)):
         size //= 2
     return size
 

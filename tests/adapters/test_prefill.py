@@ -16,6 +16,7 @@ from stree import TreeLM
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.topology import most_nodes
 from stree.models import tree_scorer
+from stree.models.families import Family
 from stree.models.state import DecodeState
 
 
@@ -42,10 +43,20 @@ class Widths:
 
 
 @pytest.mark.parametrize(
-    ("chunk_size", "max_nodes", "expected"), [(None, 5, [19]), (19, 5, [19]), (9, 5, [9, 5, 5]), (1, 16, [1, 16, 2])]
+    ("family", "chunk_size", "max_nodes", "expected"),
+    [
+        ("mamba2", None, 5, [19]),
+        ("mamba2", 19, 5, [19]),
+        ("mamba2", 7, 5, [7, 7, 5]),
+        ("mamba2", 9, 10, [9, 10]),
+        ("mamba", 9, 5, [9, 5, 5]),
+        ("mamba", 1, 16, [1, 16, 2]),
+    ],
 )
-def test_no_forward_is_wider_than_its_chunk(chunk_size: int | None, max_nodes: int, expected: list[int]) -> None:
-    lm = TreeLM(tiny_model("mamba2"))
+def test_no_forward_is_wider_than_its_chunk_or_chain(
+    family: str, chunk_size: int | None, max_nodes: int, expected: list[int]
+) -> None:
+    lm = TreeLM(family_model(family))
     widths = Widths(lm.model)
     lm.prefill(lm.new_state(1, 32, max_nodes), torch.arange(19)[None], chunk_size=chunk_size)
     assert widths.seen == expected
@@ -55,7 +66,7 @@ def test_the_rest_of_a_prompt_is_cut_to_the_most_nodes_of_the_kernels(monkeypatc
     assert most_nodes(torch.device("cuda:1"), torch.bfloat16) == MAX_NODES
     assert most_nodes(torch.device("cuda"), torch.float64) is None is most_nodes(torch.device("cpu"), torch.float32)
     monkeypatch.setattr(tree_scorer, "most_nodes", lambda device, dtype: 4)
-    lm = TreeLM(tiny_model("mamba2"))
+    lm = TreeLM(family_model("mamba"))
     widths = Widths(lm.model)
     lm.prefill(lm.new_state(1, 32, 16), torch.arange(19)[None], chunk_size=9)
     assert widths.seen == [9, 4, 4, 2]
@@ -103,6 +114,27 @@ def test_an_extended_state_is_one_of_the_whole_text(family: str, dtype: torch.dt
     decoding.score([6, 6, 6])
 
 
+@pytest.mark.parametrize("family", matrix())
+def test_a_long_extension_leaves_a_state_of_the_whole_text(family: str, dtype: torch.dtype) -> None:
+    decoding = Decoding(family_model(family, dtype), [9, 9], max_nodes=6, defers_commit=True)
+    decoding.lm.chunk_size = 11
+    extend(decoding, [23, 23])  # in three forwards where the family's continues caches, else in chains
+    decoding.step([6, 6])
+    extend(decoding, [7, 7])  # behind a deferred commit
+    decoding.score([6, 6])
+    assert decoding.lm.family.continues_caches == (family not in ENDING)
+
+
+ENDING = ("falcon_mamba", "jamba", "mamba", "minimax", "recurrent_gemma", "zamba")
+
+
+def test_control_a_forward_behind_a_cache_is_wrong_in_other_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Family, "continues_caches", True)
+    decoding = Decoding(family_model("zamba"), [9], max_nodes=6)
+    with pytest.raises(AssertionError):
+        extend(decoding, [14])
+
+
 @pytest.mark.parametrize("is_on_device", [False, True])
 def test_an_empty_state_and_one_for_captured_steps_are_extended(
     is_on_device: bool, monkeypatch: pytest.MonkeyPatch
@@ -144,10 +176,12 @@ def test_bad_tokens_are_refused_and_the_tree_stays_pending(tokens: Any, lengths:
     decoding.score([5, 5])
 
 
-@pytest.mark.parametrize("failing", [1, 2])
-def test_a_failing_extension_changes_nothing_or_loses_the_state(failing: int) -> None:
+@pytest.mark.parametrize(("lengths", "failing", "is_lost"), [([9, 8], 1, False), ([9, 8], 2, True), ([9, 9], 2, False)])
+def test_a_failing_extension_changes_nothing_or_loses_the_state(
+    lengths: list[int], failing: int, is_lost: bool
+) -> None:
     decoding = Decoding(tiny_model("bamba"), [4, 4], max_nodes=5)
-    calls = []
+    decoding.lm.chunk_size, calls = 5, []
 
     def fail(*_: Any) -> None:
         calls.append(1)
@@ -155,8 +189,8 @@ def test_a_failing_extension_changes_nothing_or_loses_the_state(failing: int) ->
             raise KeyboardInterrupt
 
     with decoding.lm.model.register_forward_pre_hook(fail), pytest.raises(KeyboardInterrupt):
-        decoding.lm.extend(decoding.state, PAIR.repeat(1, 3))
-    if failing == 1:
+        decoding.lm.extend(decoding.state, PAIR.repeat(1, 3), torch.tensor(lengths))
+    if not is_lost:
         decoding.score([5, 5])
     else:
         with pytest.raises(RuntimeError, match="the state is lost"):

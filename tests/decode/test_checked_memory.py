@@ -62,6 +62,13 @@ def test_a_prefill_of_every_family_takes_as_much_as_was_checked(family: str, len
     assert_prefill_is_checked(stree.TreeLM(family_model(family)), lengths)
 
 
+@pytest.mark.parametrize("family", slow_unless(OF_EACH_PREFILL.__contains__, FAMILIES))
+def test_a_prefill_in_chunks_takes_as_much_as_was_checked(family: str) -> None:
+    lm = stree.TreeLM(family_model(family))
+    lm.chunk_size = 128
+    assert_prefill_is_checked(lm, [512])
+
+
 def assert_prefill_is_checked(lm: stree.TreeLM, lengths: list[int]) -> None:
     batch, longest = len(lengths), max(lengths)
     with PeakMemory() as memory_of:
@@ -102,7 +109,7 @@ def test_steps_over_a_large_vocabulary_take_at_most_what_was_checked(
 def test_a_prompt_that_does_not_fit_beside_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = stree.TreeLM(AutoModelForCausalLM.from_config(MODELS["attention"]).eval())
     prompt, state = [[1] * 512], memory.state_bytes(lm, 1, 512 + 8 + 1, 1)
-    monkeypatch.setattr(memory, "free_bytes", lambda _: 2 * state)
+    monkeypatch.setattr(memory, "free_bytes", lambda _: 3 * state)
     with pytest.raises(ValueError, match=r"the states need .* in a prefill or in the logits of a step, .* are free"):
         stree.generate(lm, prompt, budget=1, max_new_tokens=8)
     lm.chunk_size = 64  # a part of a prompt at a time

@@ -5,6 +5,7 @@ Run: python -m pytest tests/serving/test_prefill_chunk.py
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ def test_on_cuda_a_prompt_runs_at_once_as_far_as_memory_allows(monkeypatch: pyte
     needed_bytes(lm, NoDrafter(), extent)  # states are measured on the device that is there, and not again
     assert default_chunk(lm, NoDrafter(), extent) == 512
     monkeypatch.setattr(stree.TreeLM, "device", torch.device("cuda"))
-    whole = needed_bytes(lm, NoDrafter(), extent)
-    for free, chunk in ((whole, 8192), (whole - 1, 4096), (0, 512)):
+    whole, part = (needed_bytes(lm, NoDrafter(), replace(extent, chunk=chunk)) for chunk in (8192, 1024))
+    assert part < whole
+    for free, chunk in ((whole, 8192), (part, 1024), (0, 512)):
         monkeypatch.setattr("stree.decode.memory.free_bytes", lambda _, free=free: free)
         assert default_chunk(lm, NoDrafter(), extent) == chunk
 
