@@ -21,7 +21,7 @@ PARTS = ("draft", "verify", "accept", "commit")
 
 Array = NDArray[Any]
 Ratio = tuple[float, float | None, float | None]  # value and 95 % interval, None below three prompts
-Blocks = dict[tuple[Any, int], Record]  # (batch, turn) -> record
+Blocks = dict[tuple[Any, Any], Record]  # (batch, (turn, seed)) -> record
 RowKey = tuple[str, float, str]  # suite, temperature, method
 
 
@@ -61,7 +61,7 @@ def tau_of(blocks: Blocks) -> Ratio | None:
     return None if counts is None else sum_ratio(*counts)
 
 
-def _tau_counts(blocks: Blocks, keys: Iterable[tuple[Any, int]]) -> tuple[list[float], list[float]] | None:
+def _tau_counts(blocks: Blocks, keys: Iterable[tuple[Any, Any]]) -> tuple[list[float], list[float]] | None:
     """Sum tokens and steps of each batch of prompts; see ``tau_of``."""
     keys = [key for key in keys if _sequence_steps(blocks[key])]
     if not keys or any(blocks[key]["params"]["drafter"] in ASSISTED and "rows" not in blocks[key] for key in keys):
@@ -87,7 +87,7 @@ def summarise(records: Sequence[Record]) -> list[Record]:
         params = record["params"]
         if record["metric"] == "tokens_per_s":
             blocks = groups[params["suite"], params["temperature"], record["provider"]]
-            blocks[params["batch"], params["turn"]] = record
+            blocks[params["batch"], (params["turn"], params.get("seed", 0))] = record
         elif record["metric"] == "check":
             checks[params["suite"], params["temperature"], record["provider"]] = record
     places = [(r["params"]["suite"], r["params"]["temperature"]) for r in records if "temperature" in r["params"]]
@@ -141,7 +141,7 @@ def compare(records: Sequence[Record], method: str, base: str) -> list[Record]:
         if record["metric"] == "tokens_per_s":
             params = record["params"]
             blocks = groups[params["temperature"], record["provider"]]
-            blocks[(params["suite"], params["batch"]), params["turn"]] = record
+            blocks[(params["suite"], params["batch"]), (params["turn"], params.get("seed", 0))] = record
     known = dict.fromkeys(name for _, name in groups)
     if unknown := {method, base} - known.keys():
         raise ValueError(f"the run has {', '.join(known)}; got {', '.join(sorted(unknown))}")
@@ -178,7 +178,7 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
         "drafter": blocks[0]["params"]["drafter"],
         "budget": blocks[0]["params"]["budget"],
         "growth": blocks[0]["params"].get("growth"),
-        "prompts": sum(count for count, _ in speeds),
+        "prompts": len({(block["params"]["batch"], index) for block in blocks for index in block["params"]["prompts"]}),
         "draft_calls": sum(block["draft_calls"] for block in blocks) / steps,
         "verified": sum(block["verified"] for block in blocks) / steps,
         "tokens_per_s": sum(count for count, _ in speeds) / sum(count / speed for count, speed in speeds),
@@ -245,11 +245,11 @@ def _over(a: Array, b: Array, axis: int) -> Array:
     return np.asarray(a.sum(axis) / b.sum(axis))
 
 
-def _sums(blocks: Blocks, keys: Iterable[tuple[Any, int]], value: Callable[[Record], float]) -> list[float]:
-    """Sum a value over the turns of each batch of prompts: turns of one conversation are not independent."""
+def _sums(blocks: Blocks, keys: Iterable[tuple[Any, Any]], value: Callable[[Record], float]) -> list[float]:
+    """Sum a value over turns and seeds of each batch of prompts: texts of one prompt are not independent."""
     sums: dict[Any, float] = defaultdict(float)
-    for batch, turn in sorted(keys):
-        sums[batch] += value(blocks[batch, turn])
+    for batch, text in sorted(keys):
+        sums[batch] += value(blocks[batch, text])
     return list(sums.values())
 
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stree.cli.bench_options import add_bench_command, add_models, load_pair, temperatures_of
+from stree.cli.bench_options import add_bench_command, add_models, load_pair, numbers_of
 from stree.cli.fit_rates import add_fit_rates
 from stree.cli.options import add_drafter_vocab
 from stree.grammar import GROWTHS
@@ -57,16 +57,22 @@ def _add_run(bench: Any) -> None:
     add_drafter_vocab(command)
     command.add_argument(
         "--suite",
-        required=True,
-        help="NAME=FILE,...: files of HumanEval, GSM8K, MT-Bench and Spec-Bench (named humaneval, gsm8k, mt_bench, "
-        "spec_bench), or any name for JSON lines with a prompt, question, turns or text, or for plain text",
+        default="bundled",
+        help="'bundled' (prompts of code, mathematics and chat in this package), or NAME=FILE,...: files of HumanEval, "
+        "GSM8K, MT-Bench, Spec-Bench and SPEED-Bench (named humaneval, gsm8k, mt_bench, spec_bench, speed_bench), or "
+        "any name, for JSON lines with a prompt, question, turns or text, or for plain text",
     )
     command.add_argument("--limit", type=int, default=10, help="prompts of each suite; 0 for all")
     command.add_argument("--methods", default=None, help=METHODS)
     command.add_argument("--temperature", default="0", help="one or several, as 0,0.8; 0 is greedy")
+    command.add_argument("--top-k", type=int, default=None, help="sample from the k most probable tokens")
+    command.add_argument("--top-p", type=float, default=None, help="sample from the smallest set of this probability")
     command.add_argument("--batch-size", type=int, default=1, help="prompts that run together")
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens of every run")
-    command.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    command.add_argument(
+        "--seed", "--seeds", default="0", help="one or several, as 0,1,2: texts sampled of each prompt"
+    )
+    command.add_argument("--repeats", type=int, default=1, help="times that each text is measured; the median counts")
     command.add_argument(
         "--test-distribution", type=int, default=0, metavar="TEXTS",
         help="texts a suite for the statistical test of sampled text; 0 for none",
@@ -109,15 +115,16 @@ def _run(arguments: argparse.Namespace) -> int:
     from stree.bench.plan import Settings, read_suites
     from stree.bench.prompts import parse_suites
     from stree.bench.report import load_runs, write_page
-    from stree.bench.runner import run_bench
+    from stree.bench.run import run_bench
     from stree.files import check_folder
 
     check_folder(arguments.out)
     if arguments.limit < 0:
         raise ValueError(f"--limit must not be negative, got {arguments.limit}")
     settings = Settings(
-        arguments.max_new_tokens, temperatures_of(arguments.temperature), arguments.batch_size, arguments.seed,
-        arguments.test_distribution, arguments.chat, arguments.steps,
+        arguments.max_new_tokens, numbers_of("--temperature", arguments.temperature, float), arguments.batch_size,
+        numbers_of("--seed", arguments.seed, int), arguments.test_distribution, arguments.chat, arguments.steps,
+        arguments.top_k, arguments.top_p, arguments.repeats,
     )  # fmt: skip
     methods = parse_methods(arguments.methods if arguments.methods is not None else DEFAULT)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None)
