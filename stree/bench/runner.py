@@ -18,8 +18,9 @@ from stree.bench.pair import Pair
 from stree.bench.plan import Block, Key, Settings, Suite, plan_blocks
 from stree.bench.rates import Rates
 from stree.bench.records import Record, quantiles
-from stree.bench.summary import verdict_text
+from stree.bench.verdict import verdict_text
 from stree.decode.step_cache import rounded, step_cache_of
+from stree.heads import OneShotHead
 
 __all__ = ["Runner"]
 
@@ -183,7 +184,14 @@ class Runner:
         runs = {name: sorted(of, key=lambda run: run.seconds)[len(of) // 2] for name, of in repeats.items()}
         run = runs[method.name]
         growth = None if method.growth is None else str(method.growth)
-        own = {"growth": growth, "budget": method.budget, "is_unrolled": method.is_unrolled, "drafter": method.drafter}
+        own: Record = {
+            "growth": growth,
+            "budget": method.budget,
+            "is_unrolled": method.is_unrolled,
+            "drafter": method.drafter,
+        }
+        if isinstance(self.pair.head, OneShotHead):
+            own["is_one_shot"] = True
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")
         tokens = len(case.prompts) * case.new_tokens
         record |= quantiles([tokens / run.seconds for run in repeats[method.name]])

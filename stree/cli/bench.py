@@ -34,12 +34,12 @@ def add_bench(commands: Any) -> None:
     command = add_bench_command(bench, "report", _report, "show one or several runs as a table and one HTML page")
     command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="directory of a run")
     command.add_argument("--markdown", action="store_true", help="only print the table")
+    _add_formats(command)
     command.add_argument(
         "--ratios", nargs="+", metavar="METHOD/METHOD", help="only print ratios of methods over all prompts of a run"
     )
     command.add_argument("--out", type=Path, default=None, help="where report.html goes; by default the first DIR")
     command.add_argument("--plots", type=Path, default=None, metavar="FOLDER", help="also write plots as SVG files")
-    command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
     command = add_bench_command(
         bench, "kernels", _kernels, "compare every kernel with the reference and time it on a GPU"
     )
@@ -87,7 +87,18 @@ def _add_run(bench: Any) -> None:
     )
     command.add_argument("--out", type=Path, required=True, help="directory of the run")
     command.add_argument("--force", action="store_true", help="begin anew where --out holds another run")
-    command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
+    _add_formats(command)
+
+
+def _add_formats(command: argparse.ArgumentParser) -> None:
+    """Add the options that choose what is printed of a run."""
+    formats = command.add_mutually_exclusive_group()
+    formats.add_argument("--csv", action="store_true", help="print all rows as CSV, every interval in columns")
+    formats.add_argument("--latex", action="store_true", help="print speed and tau with intervals as a LaTeX table")
+    formats.add_argument(
+        "--acceptance", action="store_true", help="print acceptance by position, output and user tokens/s (SPEED-Bench)"
+    )
+    formats.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
 
 
 def _add_profile(bench: Any) -> None:
@@ -140,7 +151,7 @@ def _run(arguments: argparse.Namespace) -> int:
     run_bench(pair, methods, suites, settings, arguments.out, force=arguments.force, rates=rates)
     runs = load_runs([arguments.out])
     write_page(runs, arguments.out / "report.html")
-    _print_runs(runs, as_json=arguments.json)
+    _print_runs(runs, arguments)
     return 0
 
 
@@ -148,30 +159,38 @@ def _report(arguments: argparse.Namespace) -> int:
     """Run ``stree bench report``."""
     from stree.bench.report import load_runs, ratio_table, write_page, write_plots
 
-    if (arguments.markdown or arguments.ratios) and (arguments.out is not None or arguments.json):
-        name = "ratios" if arguments.ratios else "markdown"
+    only = [name for name in ("ratios", "markdown", "csv", "latex", "acceptance") if getattr(arguments, name)]
+    if only and (arguments.out is not None or arguments.json):
+        name = only[0]
         raise ValueError(f"--{name} only prints a table; leave --out and --json out")
     runs = load_runs(arguments.directories)
     if arguments.ratios:
         print(*(ratio_table(path, arguments.ratios) for path in arguments.directories), sep="\n")
         return 0
     written = [] if arguments.plots is None else write_plots(runs, arguments.plots)
-    if not arguments.markdown:
+    if not only:
         written.append((arguments.out or arguments.directories[0]) / "report.html")
         write_page(runs, written[-1])
     print(*(f"written: {path}" for path in written), sep="\n", end="\n" if written else "", file=sys.stderr)
-    _print_runs(runs, as_json=arguments.json)
+    _print_runs(runs, arguments)
     return 0
 
 
-def _print_runs(runs: Any, *, as_json: bool) -> None:
-    """Print tables, and all rows as one JSON line if asked."""
+def _print_runs(runs: Any, arguments: argparse.Namespace) -> None:
+    """Print runs in the format that is asked for; by default as tables, to which JSON adds a line."""
+    from stree.bench.formats import acceptance_table, csv_rows, latex
     from stree.bench.report import markdown
 
+    if arguments.csv:
+        print(csv_rows([(run.name, run.rows) for run in runs]))
+        return
     for run in runs:
+        if arguments.latex:
+            print(latex(run.rows, run.command))
+            continue
         print(f"{run.name}:\n" if len(runs) > 1 else "", end="")
-        print(markdown(run.rows))
-    if as_json:
+        print((acceptance_table if arguments.acceptance else markdown)(run.rows))
+    if arguments.json:
         rows = [{"run": run.name, **row} for run in runs for row in run.rows]
         print(json.dumps({"bench": "run", "rows": rows, "env": runs[0].sessions[-1]}))
 
