@@ -11,7 +11,6 @@ run again.  ``--draw`` measures rows of the recorded runs again, drawn at random
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from pathlib import Path
@@ -19,8 +18,7 @@ from pathlib import Path
 from benchmarks.evidence.draw import draw
 from benchmarks.evidence.parts import PARTS, Part
 from benchmarks.evidence.running import Evidence
-
-BUSY = 1.0  # load average over a minute above which timings would be wrong
+from stree.bench.records import BUSY, busy_load
 
 
 def chosen(names: str | None) -> tuple[Part, ...]:
@@ -58,8 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
                 state = "finished" if evidence.is_finished(part) else f"{part.minutes:g} min"
                 print(f"{part.name:20} {state:>9}  {part.claim}")
             return 0
-        load = os.getloadavg()[0]
-        if load > BUSY and not options.force:
+        if (load := busy_load()) is not None and not options.force:
             raise ValueError(f"load average must be at most {BUSY:g} for timings, got {load:.2f}; --force goes on")
         evidence.prepare()
         return draw(evidence, parts, options.draw, options.seed) if options.draw else evidence.run(parts)

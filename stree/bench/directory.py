@@ -23,7 +23,7 @@ __all__ = ["RunDirectory", "finished_keys", "key_of", "read_about"]
 def key_of(record: Record) -> Key:
     """Read the block that a timed record is about."""
     params = record["params"]
-    return params["suite"], params["batch"], params["turn"], params["temperature"]
+    return Key(params["suite"], params["batch"], params["turn"], params["temperature"], params.get("seed", 0))
 
 
 def finished_keys(blocks: Sequence[Block], methods: Sequence[Method], records: Sequence[Record]) -> set[Key]:
@@ -35,7 +35,7 @@ def finished_keys(blocks: Sequence[Block], methods: Sequence[Method], records: S
 
     def is_finished(key: Key) -> bool:
         return key in skipped or all(
-            (key, method.name) in timed or (key[0], key[3], method.name) in excluded for method in methods
+            (key, method.name) in timed or (key.suite, key.temperature, method.name) in excluded for method in methods
         )
 
     return {block.key for block in blocks if is_finished(block.key)}

@@ -19,14 +19,14 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 
 from stree.bench.summary import Ratio
 
-__all__ = ["BLUE", "COLOURS", "GREEN", "INK", "LINE", "SOFT", "STYLE", "describe", "dots", "draw", "lines", "svg"]
+__all__ = ["COLOURS", "MARKERS", "ON_DARK", "SOFT", "describe", "dots", "draw", "lines", "svg"]
 
 ON_DARK = {  # a colour -> what takes its place on a dark page
     "#1f2328": "#e6edf3", "#59636e": "#9198a1", "#d8dee4": "#3d444d",
-    "#0969da": "#58a6ff", "#bc4c00": "#f0883e", "#1a7f37": "#3fb950", "#8250df": "#bc8cff", "#bf3989": "#f778ba",
+    "#0969da": "#58a6ff", "#bc4c00": "#f0883e", "#332288": "#ccff99", "#661100": "#ff7b72", "#0b5394": "#88ccee",
 }  # fmt: skip
 INK, SOFT, LINE, *COLOURS = ON_DARK
-BLUE, ORANGE, GREEN, *_ = COLOURS
+BLUE, ORANGE, *_ = COLOURS
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "svg.hashsalt": "stree",
     "font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans"], "font.size": 9,
@@ -35,6 +35,8 @@ STYLE: dict[Any, Any] = {
     **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")}, "grid.color": LINE,
     **{f"{axis}tick.{name}": value for axis in "xy" for name, value in {"major.size": 0, "color": SOFT}.items()},
 }  # fmt: skip
+PAPER = "#fff", "#0d1117"  # light and dark
+MARKERS = "osD^v"  # of the lines of a panel, in the order of their colours
 WIDTH, MOST_LETTERS = 4.0, 24  # of a panel, in inches; of a name, which is cut there
 
 Points = Sequence[tuple[float, Ratio]]  # abscissa, and value with its interval
@@ -47,26 +49,30 @@ def _short(name: str) -> str:
     return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 1]}…"
 
 
-def _dot(axes: Axes, name: str, colour: str, x: float, y: float, ratio: Ratio, ends: Sequence[Limits]) -> None:
+def _dot(
+    axes: Axes, name: str, colour: str, x: float, y: float, ratio: Ratio, ends: Sequence[Limits], marker: str = "o"
+) -> None:
     """Draw a dot and its interval, if it is known; ``svg`` shows name and figures under the pointer."""
     value, *interval = (f"{number:.3g}" for number in ratio if number is not None)
     words = f"{name}: {value} [{', '.join(interval)}]" if interval else f"{name}: {value}"
     if interval:
         axes.plot(*zip(*ends, strict=True), c=colour, lw=3, alpha=0.45, solid_capstyle="round")
-    axes.plot(x, y, "o", c=colour, ms=6, gid=f"dot {words}")
+    axes.plot(x, y, marker, c=colour, ms=6, gid=f"dot {words}")
 
 
-def dots(title: str, rows: Mapping[str, Ratio | None], limits: Limits, axes: Axes) -> None:
+def dots(
+    title: str, rows: Mapping[str, Ratio | None], limits: Limits, axes: Axes, *, unit: str = "×", is_judged: bool = True
+) -> None:
     """Draw a row for each ratio: name, dot with interval on a logarithmic axis, and the ratio in figures.
 
-    A ratio whose interval is above 1 is blue, below 1 orange, and grey where the interval holds 1 or is unknown; None
-    is a method whose output is wrong.
+    A ratio whose interval is above 1 is blue, below 1 orange, and grey where the interval holds 1 or is unknown; all
+    are grey if not ``is_judged``.  None is a method whose output is wrong.
     """
     axes.set_title(title)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(2, (1.0, 1.5) if limits[1] < 5 * limits[0] else (1.0,), numticks=8))
     axes.minorticks_off()
-    axes.xaxis.set_major_formatter(lambda ratio, _: "plain" if ratio == 1 else f"{ratio:g}×")
+    axes.xaxis.set_major_formatter(lambda ratio, _: "plain" if ratio == 1 else f"{ratio:g}{unit}")
     axes.set(xlim=limits, ylim=(len(rows) - 0.4, -0.6))
     axes.set_yticks(range(len(rows)), [_short(name) for name in rows], color=INK)
     axes.grid(axis="x")
@@ -78,6 +84,7 @@ def dots(title: str, rows: Mapping[str, Ratio | None], limits: Limits, axes: Axe
             continue
         value, low, high = ratio
         colour = BLUE if low is not None and low > 1 else ORANGE if high is not None and high < 1 else SOFT
+        colour = colour if is_judged else SOFT
         _dot(axes, name, colour, value, y, ratio, [(end, y) for end in (low, high) if end is not None])
         axes.text(1.03, y, f"{value:.2f}", va="center", transform=place)
 
@@ -105,9 +112,10 @@ def lines(title: str, x_name: str, named: Mapping[str, Points], colours: Mapping
     for number, (name, points) in enumerate(named.items()):
         aside = span ** (0.014 * (number - (len(named) - 1) / 2))  # intervals at one abscissa are beside each other
         axes.plot([x * aside for x, _ in points], [ratio[0] for _, ratio in points], c=colours[name], lw=1.5)
+        marker = dict(zip(COLOURS, MARKERS, strict=True)).get(colours[name], "o")
         for x, ratio in points:
             ends = [(x * aside, end) for end in ratio[1:] if end is not None]
-            _dot(axes, f"{name}, {x:g}", colours[name], x * aside, ratio[0], ratio, ends)
+            _dot(axes, f"{name}, {x:g}", colours[name], x * aside, ratio[0], ratio, ends, marker)
         last[name] = points[-1][0] * aside, points[-1][1][0]
     names = sorted(last, key=lambda name: last[name][1])
     least = 0.09 * height * np.arange(len(names))  # distances at which labels do not overlap
@@ -142,7 +150,10 @@ def describe(figure: Figure, words: str) -> None:
 
 @rc_context(STYLE)
 def svg(figure: Figure) -> str:
-    """Write a figure as SVG text, which has no date; its colours follow the reader's light or dark scheme."""
+    """Write a figure as SVG text, which has no date; its colours follow the reader's light or dark scheme.
+
+    It has its own background, so that it is legible on a page that is white in both.
+    """
     file = io.StringIO()
     figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     written = file.getvalue()
@@ -150,7 +161,10 @@ def svg(figure: Figure) -> str:
     for light in ON_DARK:
         text = text.replace(light, f"var(--{light[1:]},{light})")
     dark = "".join(f"--{light[1:]}:{dark};" for light, dark in ON_DARK.items())
-    style = f"text{{font-family:system-ui,sans-serif}}@media(prefers-color-scheme:dark){{svg{{{dark}}}}}"
+    style = (
+        f"text{{font-family:system-ui,sans-serif}}svg{{background:{PAPER[0]}}}"
+        f"@media(prefers-color-scheme:dark){{svg{{background:{PAPER[1]};{dark}}}}}"
+    )
     text = text.replace("<defs>", f"<style>{style}</style>\n<defs>", 1)
     text = text.replace("<svg ", f'<svg role="img" aria-label="{escape(figure.get_suptitle())}" ', 1)
     text = re.sub(r'<g id="dot ([^"]*)">', r"<g><title>\1</title>", text)

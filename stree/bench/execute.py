@@ -37,6 +37,8 @@ class Case:
         temperature: 0 for greedy.
         seed: of the random numbers.
         return_steps: whether what happens in every step is reported, too, which takes time.
+        top_k: tokens that sampling keeps, or None for all.
+        top_p: probability of the smallest set of tokens that sampling keeps, or None for all.
     """
 
     prompts: tuple[tuple[int, ...], ...]
@@ -44,6 +46,13 @@ class Case:
     temperature: float
     seed: int = 0
     return_steps: bool = False
+    top_k: int | None = None
+    top_p: float | None = None
+
+    @property
+    def sampling(self) -> Sampling:
+        """Temperature, top-k and top-p."""
+        return Sampling(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +123,8 @@ def _distinct_4grams(tokens: Sequence[int]) -> float:
 
 def _run_peer(pair: Pair, method: Method, case: Case) -> Run:
     """Run another library's generation."""
-    options = {"drafted": int(method.budget) - 1} if method.kind in ASSISTED else {}
+    options: dict[str, Any] = {"top_k": case.top_k, "top_p": case.top_p}
+    options |= {"drafted": int(method.budget) - 1} if method.kind in ASSISTED else {}
     began = time.perf_counter()
     out = PEERS[method.drafter](pair, case.prompts, case.new_tokens, case.temperature, case.seed, **options)
     seconds = time.perf_counter() - began
@@ -137,7 +147,7 @@ def _run(lm: TreeLM, drafter: Drafter, method: Method, case: Case) -> Run:
         growth=method.growth,
         budget=method.budget,
         verifier=method.verifier,
-        sampling=Sampling(case.temperature),
+        sampling=case.sampling,
         max_new_tokens=case.new_tokens,
         ignore_eos=True,
         seed=case.seed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.peers import run_transformers
 from stree.bench.records import Record
-from stree.sampling import Random, Sampling
+from stree.sampling import Random
 
 __all__ = ["check_method", "compare", "judge", "places_in_distribution", "probs_test", "reason_of"]
 
@@ -146,14 +147,14 @@ def _sampled_gap(logits: Tensor, case: Case, row: int, position: int, token: int
     """
     rng = Random(case.seed, torch.tensor([row]), torch.tensor([position]))
     number = float(rng.uniform("target", torch.tensor([0])))
-    upper: list[float] = Sampling(case.temperature).probs(logits[None])[0].cumsum(-1)[: token + 1].tolist()
+    upper: list[float] = case.sampling.probs(logits[None])[0].cumsum(-1)[: token + 1].tolist()
     lower = upper[-2] if token else 0.0
     return 4 * case.temperature * max(lower - number, number - upper[-1], 0.0)
 
 
 def _check_sampled(pair: Pair, method: Method, case: Case, test_texts: int) -> Record:
     """Check a method of whose sampled text only the distribution is prescribed."""
-    greedy_case = Case(case.prompts, case.new_tokens, 0.0, case.seed)
+    greedy_case = replace(case, temperature=0.0)
     found = _compare_greedy(pair, method, greedy_case, execute(pair, method, greedy_case), {})
     if not found["lossless"]:
         return found
@@ -175,7 +176,7 @@ def probs_test(pair: Pair, method: Method, case: Case, texts: int) -> Record:
     rng = np.random.default_rng(case.seed)
     places: list[float] = []
     for number in range(texts):
-        one = Case(case.prompts, case.new_tokens, case.temperature, case.seed + number)
+        one = replace(case, seed=case.seed + number)
         found = places_in_distribution(pair, one, execute(pair, method, one).tokens, rng)
         # The first token is drawn from the prompt's own logits before any tree.
         places += [place for number, place in enumerate(found) if number % case.new_tokens]
@@ -192,10 +193,9 @@ def places_in_distribution(
     of the places before (the probability integral transform), whatever tree it came from.
     """
     places: list[float] = []
-    sampling = Sampling(case.temperature)
     for prompt, tokens in zip(case.prompts, outputs, strict=True):
         logits = pair.plain_logits([*prompt, *tokens])[len(prompt) - 1 : -1]
-        ordered, order = sampling.probs(logits.double()).sort(dim=-1, descending=True, stable=True)
+        ordered, order = case.sampling.probs(logits.double()).sort(dim=-1, descending=True, stable=True)
         token = torch.tensor(list(tokens), device=order.device)
         rank = (order == token[:, None]).long().argmax(-1, keepdim=True)
         mass = ordered.gather(-1, rank)

@@ -66,8 +66,8 @@ class Method:
 
     @property
     def kind(self) -> str:
-        """The part of the name before the first colon or at sign."""
-        return re.split("[:@]", self.name)[0]
+        """The part of the name before the first colon, at sign or number sign."""
+        return re.split("[:@#]", self.name)[0]
 
     @property
     def is_peer(self) -> bool:
@@ -105,15 +105,17 @@ def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
         text: the list.
         verifier: of the methods that name none.
 
+    A name that is given again is measured again, as NAME#2: two equal methods show what a machine's intervals mean.
+
     Raises:
-        ValueError: an unknown method (the message lists the known ones) or a name given twice.
+        ValueError: an unknown method; the message lists the known ones.
     """
-    methods: dict[str, Method] = {}
+    methods: list[Method] = []
     for name in re.split(r",(?=[a-z])(?![a-z-]+=)", text.strip()):  # options of a growth have commas, too
-        if name in methods:
-            raise ValueError(f"method {name!r} is given twice")
-        methods[name] = _parse(name, verifier)
-    return list(methods.values())
+        method = _parse(name, verifier)
+        number = 1 + sum(other.name.partition("#")[0] == name for other in methods)
+        methods.append(method if number == 1 else replace(method, name=f"{name}#{number}"))
+    return methods
 
 
 def _parse(name: str, verifier: str) -> Method:

@@ -64,6 +64,8 @@ def run_transformers(
     seed: int,
     *,
     drafted: int = 0,
+    top_k: int | None = None,
+    top_p: float | None = None,
     **assisted: Any,
 ) -> PeerRun:
     """Generate with the unpatched copy; a batch of ragged prompts is left-padded.
@@ -78,6 +80,8 @@ def run_transformers(
         temperature: 0 for greedy.
         seed: of torch's random numbers.
         drafted: tokens that a mode of speculation drafts a step.
+        top_k: tokens that sampling keeps, or None for all.
+        top_p: probability of the smallest set that sampling keeps, or None for all.
         assisted: options that choose this mode.
     """
     width = max(map(len, prompts))
@@ -85,7 +89,7 @@ def run_transformers(
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=ids.device)
     options: dict[str, Any] = {"do_sample": False}
     if temperature:
-        options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        options = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0, "top_p": top_p or 1.0}
     streamer = _Passes() if len(prompts) == 1 else None
     torch.manual_seed(seed)
     began = time.perf_counter()
@@ -99,18 +103,20 @@ def run_transformers(
 
 
 def run_lookup(
-    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *, drafted: int
-) -> PeerRun:
+    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *, drafted: int,
+    **kept: Any,
+) -> PeerRun:  # fmt: skip
     """Generate with prompt lookup: transformers drafts ``drafted`` tokens a step from the text so far."""
     _check_assisted(pair, prompts)
     return run_transformers(
-        pair, prompts, new_tokens, temperature, seed, drafted=drafted, prompt_lookup_num_tokens=drafted
+        pair, prompts, new_tokens, temperature, seed, drafted=drafted, prompt_lookup_num_tokens=drafted, **kept
     )
 
 
 def run_assistant(
-    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *, drafted: int
-) -> PeerRun:
+    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *, drafted: int,
+    **kept: Any,
+) -> PeerRun:  # fmt: skip
     """Generate with the draft model as transformers' assistant, ``drafted`` tokens a step.
 
     Raises:
@@ -121,7 +127,9 @@ def run_assistant(
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     assistant.generation_config.assistant_confidence_threshold = 0.0
     _check_assisted(pair, prompts)
-    return run_transformers(pair, prompts, new_tokens, temperature, seed, drafted=drafted, assistant_model=assistant)
+    return run_transformers(
+        pair, prompts, new_tokens, temperature, seed, drafted=drafted, assistant_model=assistant, **kept
+    )
 
 
 def _check_assisted(pair: Pair, prompts: Sequence[Sequence[int]]) -> None:
@@ -133,8 +141,9 @@ def _check_assisted(pair: Pair, prompts: Sequence[Sequence[int]]) -> None:
 
 
 def run_mamba_ssm(
-    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int
-) -> PeerRun:
+    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *,
+    top_k: int | None = None, top_p: float | None = None,
+) -> PeerRun:  # fmt: skip
     """Generate with mamba-ssm and its CUDA graphs, from a checkpoint in its own format.
 
     Raises:
@@ -144,7 +153,8 @@ def run_mamba_ssm(
     if len({len(prompt) for prompt in prompts}) > 1:
         raise NotImplementedError("mamba-ssm generates for prompts of one length only; use --batch-size 1")
     ids = torch.tensor([list(prompt) for prompt in prompts], device=pair.target.device)
-    options = {"top_k": 1} if temperature == 0 else {"top_k": 0, "temperature": temperature}
+    sampled = {"top_k": top_k or 0, "top_p": top_p or 0.0, "temperature": temperature}
+    options = {"top_k": 1} if temperature == 0 else sampled
     torch.manual_seed(seed)
     out = model.generate(ids, max_length=ids.shape[1] + new_tokens, cg=True, **options)
     torch.cuda.synchronize(ids.device)

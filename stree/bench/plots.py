@@ -21,9 +21,10 @@ from stree.bench.methods import PEERS
 from stree.bench.records import Record
 from stree.bench.summary import Ratio
 
-__all__ = ["batch", "context", "speed", "step_time_by_nodes", "tau_by_nodes"]
+__all__ = ["batch", "context", "speed", "step_time_by_nodes", "tau", "tau_by_nodes"]
 
 MOST_LINES = 5  # in one panel
+LEAST_JUDGED = 5  # prompts, below which no difference has a colour
 HEIGHT, TITLE_AND_AXIS, ROW = 2.7, 0.65, 0.21  # of a panel of lines; of one of dots, and of each of its rows, in inches
 SIZED = re.compile(r"([^:@]+):\d+(?:x(\d+))?(@\w+)?")  # a method whose name ends in its number of nodes, or in a depth
 SUITE = re.compile(r"(.+)-(\d+)")  # a suite whose name ends in the tokens of its prompts
@@ -53,27 +54,45 @@ TOTAL = Quantity("tokens/s of the batch", "tokens/s", lambda row: (row["tokens_p
 
 def speed(rows: Sequence[Record]) -> Figure | None:
     """Draw tokens/s over plain of every method: a panel for each suite and temperature, a row for each method."""
+    caption = (
+        f"Ratio of tokens per second to plain decoding of the same prompts, {INTERVALS}: blue is faster than plain, "
+        f"orange slower, grey an interval that holds 1 or fewer than {LEAST_JUDGED} prompts."
+    )
+    return _dots("speed", "Tokens per second over plain decoding", caption, rows, "over_plain", "×")
+
+
+def tau(rows: Sequence[Record]) -> Figure | None:
+    """Draw tokens a step of every method: a panel for each suite and temperature, a row for each method."""
+    caption = f"Tokens a step (tau), {INTERVALS}; plain decoding has 1."
+    return _dots("tau", "Tokens a step", caption, rows, "tau_interval", "")
+
+
+def _dots(name: str, title: str, caption: str, rows: Sequence[Record], value: str, unit: str) -> Figure | None:
+    """Draw one value of every method but plain decoding, with its interval."""
     groups: dict[tuple[str, float], dict[str, Ratio | None]] = defaultdict(dict)
     samples: dict[tuple[str, float], int] = {}
     for row in rows:
         at = row["suite"], row["temperature"]
         if row["status"] == "failed":
             groups[at][row["method"]] = None
-        elif row["status"] == "ok" and row["method"] != "plain" and row["over_plain"] is not None:
-            groups[at][row["method"]] = row["over_plain"]
+        elif row["status"] == "ok" and row["method"] != "plain" and row[value] is not None:
+            groups[at][row["method"]] = row[value]
             samples[at] = row["samples"]
     ends = [end for at in samples for ratio in groups[at].values() for end in ratio or () if end is not None]
     limits = min([0.9, *(0.97 * end for end in ends)]), max([1.1, *(1.03 * end for end in ends)])
     panels = [
-        partial(drawing.dots, f"{suite}, T {temperature:g} (n = {n})", groups[suite, temperature], limits)
+        partial(
+            drawing.dots,
+            f"{suite}, T {temperature:g} (n = {n})",
+            groups[suite, temperature],
+            limits,
+            unit=unit,
+            is_judged=n >= LEAST_JUDGED and unit == "×",
+        )  # fmt: skip
         for (suite, temperature), n in samples.items()
     ]
-    caption = (
-        f"Ratio of tokens per second to plain decoding of the same prompts, {INTERVALS}: blue is faster than plain, "
-        "orange slower, grey an interval that holds 1."
-    )
     height = TITLE_AND_AXIS + ROW * max((len(groups[at]) for at in samples), default=0)
-    return _figure("speed", "Tokens per second over plain decoding", caption, panels, rows, height)
+    return _figure(name, title, caption, panels, rows, height)
 
 
 def tau_by_nodes(rows: Sequence[Record]) -> Figure | None:

@@ -1,4 +1,7 @@
-"""Prompt suites: the official files of HumanEval, GSM8K, MT-Bench and Spec-Bench, plain JSON lines and plain text."""
+"""Prompt suites: the bundled ones, official files of other benchmarks, plain JSON lines and plain text.
+
+Of HumanEval, GSM8K, MT-Bench and Spec-Bench the file is one suite, of SPEED-Bench one for each of its categories.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,15 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Prompt", "parse_suites", "read_suite"]
+from stree.inputs import ASSETS
+
+__all__ = ["Prompt", "parse_suites", "read_categories", "read_suite"]
+
+BUNDLED = ("code", "mathematics", "chat")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +72,20 @@ FIELDS: Mapping[str, Callable[[Any], tuple[str, ...]]] = {
 }
 # The field that an official file has; a suite of another name may have any.
 OFFICIAL = {"humaneval": "prompt", "gsm8k": "question", "mt_bench": "turns", "spec_bench": "turns"}
+SPEED_BENCH = "speed_bench"  # how the name of a suite begins whose file has the columns of SPEED-Bench
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # SPEED-Bench's, until its own script has run
 
 
 def parse_suites(text: str) -> dict[str, Path]:
-    """Read NAME=FILE,NAME=FILE,...
+    """Read NAME=FILE,NAME=FILE,...; ``bundled`` stands for the suites code, mathematics and chat of this package.
 
     Raises:
         ValueError: an entry without a name, a name given twice or with other signs than letters, digits, - and _, which
             tables and plots may read as their own, or a file that is not there.
     """
     suites: dict[str, Path] = {}
-    for entry in re.split(r",(?=[\w-]+=|$)", text):
+    bundled = ",".join(f"{name}={ASSETS / 'prompts' / name}.jsonl" for name in BUNDLED)
+    for entry in re.split(r",(?=[\w-]+=|$)", re.sub(r"(?:^|(?<=,))bundled(?=,|$)", lambda _: bundled, text)):
         name, _, file = entry.partition("=")
         if not (name and file):
             raise ValueError(f"a suite must be NAME=FILE, got {entry!r}")
@@ -118,14 +129,71 @@ def read_suite(name: str, path: Path, limit: int | None = None) -> list[Prompt]:
     return [Prompt(name, index, each) for index, each in enumerate(turns)]
 
 
-def _turns_of(name: str, line: str) -> tuple[str, ...]:
-    """Make the turns of one line."""
+def read_categories(name: str, path: Path, limit: int | None = None) -> dict[str, list[Prompt]]:
+    """Read the first prompts of each category of a SPEED-Bench file: NAME-CATEGORY -> prompts.
+
+    Another file is one suite, read by ``read_suite``.
+    The file is one that SPEED-Bench's ``prepare_data.py`` writes (Parquet), or JSON lines with its columns ``category``
+    and ``turns``.
+
+    Args:
+        name: of the suite; speed_bench, or a name that begins so, for SPEED-Bench.
+        path: the file.
+        limit: most prompts of a category, or None for all.
+
+    Raises:
+        ValueError: as for ``read_suite``, prompts of SPEED-Bench that its script has not filled in, or Parquet without
+            pyarrow.
+    """
+    if not name.startswith(SPEED_BENCH):
+        return {name: read_suite(name, path, limit)}
+    found: dict[str, list[Prompt]] = {}
+    for number, read in enumerate(_records(path), 1):
+        try:
+            record = read()
+            turns, category = _turns(record.get("turns")), _text(record.get("category"))
+            if any(turn.startswith(PLACEHOLDER) for turn in turns):
+                raise ValueError("it has no text yet; run SPEED-Bench's prepare_data.py, which fetches it")
+        except ValueError as error:
+            raise ValueError(f"suite {name!r}: record {number} of {path.name}: {error}") from error
+        prompts = found.setdefault(f"{name}-{re.sub(r'[^a-z]+', '_', category.lower()).strip('_')}", [])
+        if limit is None or len(prompts) < limit:
+            prompts.append(Prompt(name, number - 1, turns))
+    if not found:
+        raise ValueError(f"suite {name!r}: {path.name} holds no prompts")
+    return found
+
+
+def _records(path: Path) -> list[Callable[[], dict[str, Any]]]:
+    """List what reads each record of SPEED-Bench."""
+    if path.suffix.lower() != ".parquet":
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        return [partial(_record, line) for line in lines if line.strip()]
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ValueError("reading Parquet needs the package pyarrow: pip install 'stree[parquet]'") from error
+    try:
+        rows = parquet.read_table(path, columns=["category", "turns"]).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise ValueError(f"cannot read {path} as Parquet: {str(error).strip().splitlines()[0]}") from error
+    return [partial(dict, row) for row in rows]
+
+
+def _record(line: str) -> dict[str, Any]:
+    """Parse the JSON object of one line."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error})") from error
     if not isinstance(record, dict):
         raise ValueError(f"a record must be a JSON object, got {type(record).__name__}")
+    return record
+
+
+def _turns_of(name: str, line: str) -> tuple[str, ...]:
+    """Make the turns of one line."""
+    record = _record(line)
     known = [OFFICIAL[name]] if name in OFFICIAL else list(FIELDS)
     field = next((field for field in known if field in record), None)
     if field is None:

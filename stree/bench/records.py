@@ -22,11 +22,15 @@ from stree.files import failures_named, replacing
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ROOT", "Record", "append", "environment", "failure", "quantiles", "read", "read_lines", "unpack", "write"]
+__all__ = [
+    "BUSY", "ROOT", "Record", "append", "busy_load", "environment", "failure", "quantiles", "read", "read_lines",
+    "unpack", "write",
+]  # fmt: skip
 
 Record = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+BUSY = 1.0  # load average over a minute above which timings would be wrong
 PACKAGES = ("torch", "transformers", "triton", "mamba-ssm")
 
 
@@ -43,7 +47,7 @@ def environment(device: torch.device | None = None) -> Record:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "mhz": _megahertz(),
-        "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "load": _load(),
         "python": platform.python_version(),
         **{name: version for name in PACKAGES if (version := _version(name))},
         "commit": _run("git", "rev-parse", "--short", "HEAD") if is_ours else "",
@@ -56,6 +60,17 @@ def environment(device: torch.device | None = None) -> Record:
         asked = "clocks.sm,clocks.mem,clocks.max.sm,driver_version,power.limit"
         record["gpu_clocks"] = {asked: _run("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader")}
     return record
+
+
+def busy_load() -> float | None:
+    """Return the load average over the last minute where it is too high for timings, else None."""
+    load = _load()
+    return load if load is not None and load > BUSY else None
+
+
+def _load() -> float | None:
+    """Load average over the last minute, where the system has one."""
+    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 def quantiles(values: Sequence[float]) -> Record:

@@ -17,8 +17,10 @@ from stree.bench.directory import read_about
 from stree.bench.drawing import describe, svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read
-from stree.bench.summary import PARTS, compare, pool, summarise, verdict_text
+from stree.bench.summary import PARTS, compare, pool, summarise
 from stree.bench.tables import ratio_text, table
+from stree.bench.unfinished import with_unfinished
+from stree.bench.verdict import verdict_text
 from stree.files import replacing
 
 __all__ = [
@@ -32,6 +34,7 @@ HEADINGS = {  # column -> heading
     "method": "method",
     "tokens_per_s": "tokens/s",
     "over_plain": "over plain [95%]",
+    "perfect_over_plain": "over plain if all drafts were right",
     "over_chain": "over best chain [95%]",
     "tau": "tau [95%]",
     "draft_calls": "draft calls",
@@ -41,6 +44,7 @@ HEADINGS = {  # column -> heading
     "distinct_4grams": "distinct 4-grams",
     "output": "output",
 }
+MOST_ON_A_PAGE = 4  # runs
 CONDITIONS = {  # setting -> how a plot names it
     "target": "target {}",
     "drafter": "drafter {}",
@@ -76,6 +80,9 @@ class LoadedRun:
         return str(self.sessions[-1]["command"])
 
 
+Drawn = tuple[Figure, list[LoadedRun]]  # a plot, and the runs that it shows
+
+
 def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
     """Read the directories of runs.
 
@@ -93,8 +100,11 @@ def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
         try:
             rows = summarise(records)
             pooled = pool(records, rows)
+            rows = with_unfinished(rows, records, config) if rows else []
         except (LookupError, TypeError, ArithmeticError) as error:
             raise ValueError(f"{path} holds a record that this version cannot read: {error!r}") from error
+        if not rows:
+            raise ValueError(f"{path} holds records, but no method has been checked or measured yet")
         runs.append(LoadedRun(path.resolve().name, config, sessions, rows, pooled))
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
@@ -133,15 +143,30 @@ def ratio_table(path: Path, pairs: Sequence[str]) -> str:
 
 
 def write_page(runs: Sequence[LoadedRun], path: Path) -> None:
-    """Write one HTML page that needs no other file."""
+    """Write one HTML page that needs no other file; of many runs each has a page beside it, NAME-RUN.html."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    drawn = plots_of(runs)
+    if len(runs) <= MOST_ON_A_PAGE:
+        _write_page(runs, drawn, path, [])
+        return
+    pages = [(run, path.with_name(f"{path.stem}-{run.name}{path.suffix}")) for run in runs]
+    for run, own in pages:
+        _write_page([run], [found for found in drawn if found[1] == [run]], own, [("all runs", path.name)])
+    shared = [found for found in drawn if len(found[1]) > 1]
+    _write_page([], shared, path, [(run.name, own.name) for run, own in pages])
+
+
+def _write_page(
+    runs: Sequence[LoadedRun], drawn: Sequence[Drawn], path: Path, pages: Sequence[tuple[str, str]]
+) -> None:
+    """Write the page of these runs and plots; its contents list other pages by name and file."""
     environment = Environment(
         loader=PackageLoader("stree.bench", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     tables = [(run.name, [(row["status"], cells(row)) for row in run.rows]) for run in runs]
     page = environment.get_template("report.html.j2").render(
-        runs=runs, tables=tables, headings=HEADINGS, plots=plots_of(runs), svg=svg
+        runs=runs, tables=tables, headings=HEADINGS, plots=drawn, svg=svg, pages=pages
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as beside:
         beside.write_text(page, encoding="utf-8")
 
@@ -159,13 +184,14 @@ def write_plots(runs: Sequence[LoadedRun], folder: Path) -> list[Path]:
     return paths
 
 
-def plots_of(runs: Sequence[LoadedRun]) -> list[tuple[Figure, list[LoadedRun]]]:
+def plots_of(runs: Sequence[LoadedRun]) -> list[Drawn]:
     """Draw what the runs hold: plots of each run, then of runs that differ in batch size only; with the runs shown."""
     found: list[tuple[Figure | None, list[LoadedRun]]] = []
     by_config: dict[str, dict[int, LoadedRun]] = {}
     for run in runs:
-        figures = plots.speed(run.rows), plots.tau_by_nodes(run.pooled), plots.step_time_by_nodes(run.pooled)
-        found += [(figure, [run]) for figure in (*figures, plots.context(run.rows))]
+        by_method = plots.speed(run.rows), plots.tau(run.rows)
+        by_nodes = plots.tau_by_nodes(run.pooled), plots.step_time_by_nodes(run.pooled)
+        found += [(figure, [run]) for figure in (*by_method, *by_nodes, plots.context(run.rows))]
         if "batch_size" in run.config:
             others = {name: value for name, value in run.config.items() if name != "batch_size"}
             by_config.setdefault(json.dumps(others), {}).setdefault(run.config["batch_size"], run)
@@ -195,6 +221,7 @@ def cells(row: Record) -> Mapping[str, str]:
         **names,
         "tokens_per_s": f"{row['tokens_per_s']:.0f}",
         **{name: ratio_text(row[name]) for name in ("over_plain", "over_chain")},
+        "perfect_over_plain": "-" if row["perfect_over_plain"] is None else f"{row['perfect_over_plain']:.2f}",
         "tau": ratio_text(row["tau_interval"]),
         "draft_calls": f"{row['draft_calls']:.1f}",
         "verified": f"{row['verified']:.1f}",

@@ -1,36 +1,28 @@
-"""``stree bench run``: tune, check, measure, write; a run goes on in its directory where it stopped.
+"""The runs of ``stree bench run``: tune, check, measure, write.
 
-All methods run a batch of prompts before the next begins, in an order that turns with every batch, so that a machine's
-drift affects all of them equally.
+All methods run a batch of prompts before the next begins, in an order that turns with every batch and repetition, so
+that a machine's drift affects all of them equally.
 """
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from stree.bench.directory import RunDirectory, finished_keys
+from stree.bench.directory import RunDirectory, finished_keys, key_of
 from stree.bench.execute import Case, Run, execute, figures
 from stree.bench.lossless import check_method, judge, reason_of
 from stree.bench.methods import Method, parse_methods
 from stree.bench.pair import Pair
 from stree.bench.plan import Block, Key, Settings, Suite, plan_blocks
-from stree.bench.rates import Rates, uses_default_rates
-from stree.bench.records import Record, environment, quantiles
-from stree.bench.summary import verdict_text
+from stree.bench.rates import Rates
+from stree.bench.records import Record, quantiles
+from stree.bench.verdict import verdict_text
 from stree.decode.step_cache import rounded, step_cache_of
-from stree.files import alone_in
-from stree.growth.sequoia import SOURCE
+from stree.heads import OneShotHead
 
-__all__ = ["Runner", "run_bench"]
+__all__ = ["Runner"]
 
 ENV = ("device", "threads", "torch", "triton", "transformers", "commit", "dirty", "date")  # in every record
 NUM_CHECKED = 1  # prompts of each suite whose output is compared before timing
@@ -77,18 +69,23 @@ class Runner:
     @property
     def num_runs(self) -> int:
         """Number of planned runs of a method on a batch, checks not counted."""
-        return len(self.blocks) * len(self.methods)
+        return len(self.blocks) * self._runs_a_block
+
+    @property
+    def _runs_a_block(self) -> int:
+        return len(self.methods) * self.settings.repeats
 
     def run(self) -> None:
         """Run every block that is not finished."""
         finished = finished_keys(self.blocks, self.methods, self.directory.records)
-        self.advance(len(finished) * len(self.methods))
+        self.advance(len(finished) * self._runs_a_block)
         for suite in self.suites:
             for temperature in self.settings.temperatures:
                 todo = [
                     (number, block)
                     for number, block in enumerate(self.blocks)
-                    if (block.key[0], block.key[3]) == (suite.name, temperature) and block.key not in finished
+                    if (block.key.suite, block.key.temperature) == (suite.name, temperature)
+                    and block.key not in finished
                 ]
                 if todo:
                     methods = [self._tuned(method, suite, temperature) for method in self.methods]
@@ -148,24 +145,29 @@ class Runner:
         if not self._fits(prompts):
             reason = f"a prompt and {self.settings.max_new_tokens} new tokens exceed {self.pair.target.max_length}"
             self.directory.add([self._record("skipped", PLAIN, block.params, reason=reason)])
-            self.say(f"{block.key[0]}: prompts {block.params['prompts']} are left out: {reason}")
-            self.advance(len(self.methods))
+            self.say(f"{block.key.suite}: prompts {block.params['prompts']} are left out: {reason}")
+            self.advance(self._runs_a_block)
             return methods
         self._keep_graphs(prompts)
-        case = self._case(prompts, block.key[3])
-        runs: dict[str, Run] = {}
+        case = self._case(prompts, block.key.temperature, block.key.seed)
+        done = 0
+        runs: dict[str, list[Run]] = {method.name: [] for method in methods}
         failed: list[Record] = []
-        start = number % max(len(methods), 1)
-        for method in methods[start:] + methods[:start]:
-            try:
-                runs[method.name] = execute(self.pair, method, case)
-            except Exception as error:  # the other methods are still run
-                params = {"suite": block.key[0], "temperature": block.key[3]}
-                verdict = {"status": "unavailable", "reason": reason_of(error)}
-                failed.append(self._record("check", method, params, **verdict))
-                self.say(f"{block.key[0]}: {method.name} {verdict_text(verdict)}; it is not timed any more")
-            self.advance(1)
-        self.advance(len(self.methods) - len(methods))
+        for repeat in range(self.settings.repeats):
+            start = (number + repeat) % max(len(runs), 1)
+            going = [method for method in methods if method.name in runs]
+            for method in going[start:] + going[:start]:
+                try:
+                    runs[method.name].append(execute(self.pair, method, case))
+                except Exception as error:  # the other methods are still run
+                    params = {"suite": block.key.suite, "temperature": block.key.temperature}
+                    verdict = {"status": "unavailable", "reason": reason_of(error)}
+                    failed.append(self._record("check", method, params, **verdict))
+                    self.say(f"{block.key.suite}: {method.name} {verdict_text(verdict)}; it is not timed any more")
+                    del runs[method.name]
+                self.advance(1)
+                done += 1
+        self.advance(self._runs_a_block - done)
         going = [method for method in methods if method.name in runs]
         self.directory.add([*failed, *(self._timed(block, method, runs, case) for method in going)])
         return going
@@ -177,13 +179,22 @@ class Runner:
             self._shapes.add((len(prompts), rounded(max(map(len, prompts)) + self.settings.max_new_tokens)))
             step_cache.most = max(step_cache.most, len(self.methods) * len(self._shapes))
 
-    def _timed(self, block: Block, method: Method, runs: dict[str, Run], case: Case) -> Record:
-        """Make the record of one method's run of a block."""
+    def _timed(self, block: Block, method: Method, repeats: dict[str, list[Run]], case: Case) -> Record:
+        """Make the record of one method's runs of a block: quantiles of their speed, and what the median one did."""
+        runs = {name: sorted(of, key=lambda run: run.seconds)[len(of) // 2] for name, of in repeats.items()}
         run = runs[method.name]
         growth = None if method.growth is None else str(method.growth)
-        own = {"growth": growth, "budget": method.budget, "is_unrolled": method.is_unrolled, "drafter": method.drafter}
+        own: Record = {
+            "growth": growth,
+            "budget": method.budget,
+            "is_unrolled": method.is_unrolled,
+            "drafter": method.drafter,
+        }
+        if isinstance(self.pair.head, OneShotHead):
+            own["is_one_shot"] = True
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")
-        record |= quantiles([len(case.prompts) * case.new_tokens / run.seconds])
+        tokens = len(case.prompts) * case.new_tokens
+        record |= quantiles([tokens / run.seconds for run in repeats[method.name]])
         record |= figures(run) | judge(self.pair, method, case, run, runs)
         if self.settings.return_steps:
             steps = execute(self.pair, method, replace(case, return_steps=True)).steps
@@ -192,22 +203,20 @@ class Runner:
 
     def _contexts(self, block: Block) -> list[list[int]]:
         """Make the prompts of a block; a later turn has plain decoding's answers to the earlier ones in context."""
-        suite, batch, turn, temperature = block.key
         answers: dict[int, list[list[int]]] = {prompt.index: [] for prompt in block.prompts}
-        for earlier in range(turn):
-            for index, answer in self._answers((suite, batch, earlier, temperature)).items():
+        for earlier in range(block.key.turn):
+            for index, answer in self._answers(block.key._replace(turn=earlier)).items():
                 if index in answers:
                     answers[index].append(answer)
-        return [self._encode(prompt.turns[: turn + 1], answers[prompt.index]) for prompt in block.prompts]
+        return [self._encode(prompt.turns[: block.key.turn + 1], answers[prompt.index]) for prompt in block.prompts]
 
     def _answers(self, key: Key) -> dict[int, list[int]]:
         """Look plain decoding's answers in a block up in the records, or make them."""
-        suite, batch, turn, temperature = key
-        for record in self.directory.find("tokens_per_s", suite=suite, batch=batch, turn=turn, temperature=temperature):
-            if record["provider"] == "plain":
+        for record in self.directory.find("tokens_per_s"):
+            if record["provider"] == "plain" and key_of(record) == key:
                 return dict(zip(record["params"]["prompts"], record["tokens"][0], strict=True))
         block = next(block for block in self.blocks if block.key == key)
-        run = execute(self.pair, PLAIN, self._case(self._contexts(block), temperature))
+        run = execute(self.pair, PLAIN, self._case(self._contexts(block), key.temperature, key.seed))
         return dict(zip(block.params["prompts"], run.tokens, strict=True))
 
     def _encode(self, turns: Sequence[str], answers: Sequence[Sequence[int]] = ()) -> list[int]:
@@ -219,72 +228,14 @@ class Runner:
         most = self.pair.target.max_length
         return most is None or max(map(len, prompts)) + self.settings.max_new_tokens <= most
 
-    def _case(self, prompts: Sequence[Sequence[int]], temperature: float) -> Case:
-        """Make the input of a method."""
-        rows = tuple(tuple(prompt) for prompt in prompts)
-        return Case(rows, self.settings.max_new_tokens, temperature, self.settings.seed)
+    def _case(self, prompts: Sequence[Sequence[int]], temperature: float, seed: int | None = None) -> Case:
+        """Make the input of a method, by default with the first seed."""
+        rows, own = tuple(tuple(prompt) for prompt in prompts), self.settings
+        return Case(
+            rows, own.max_new_tokens, temperature, own.seeds[0] if seed is None else seed, top_k=own.top_k,
+            top_p=own.top_p,
+        )  # fmt: skip
 
     def _record(self, metric: str, method: Method, params: Record, **values: Any) -> Record:
         """Begin a record."""
         return {**self.base, "provider": method.name, "params": params, "metric": metric, **values}
-
-
-def run_bench(
-    pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, out: Path, *, force: bool,
-    rates: Rates | None = None,
-) -> None:  # fmt: skip
-    """Run what is not finished in ``out``; Sequoia's trees are made from ``rates``, or from the default ones.
-
-    Raises:
-        ValueError: the directory holds another run, or another process writes into it; nothing has run then.
-    """
-    env = environment(pair.target.device)
-    program = Path(sys.argv[0]).name
-    command = " ".join(["stree" if program == "__main__.py" else program, *sys.argv[1:]])
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with alone_in(out), Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        config = _config(pair, methods, suites, settings, env)
-        if rates is not None:
-            config["rates"] = {f"{t:g}": rates.by_temperature[t] for t in settings.temperatures}
-        directory = RunDirectory(out, config, {**env, "command": command}, force=force)
-        task = bar.add_task("measuring")
-
-        runner = Runner(pair, methods, suites, settings, directory, env, rates)
-        runner.say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        runner.advance = partial(bar.advance, task)
-        bar.update(task, total=runner.num_runs)
-        names = [method.name for method in methods if rates is None and uses_default_rates(method.growth)]
-        if names:
-            runner.say(f"{', '.join(names)} uses acceptance rates of {SOURCE}; 'stree bench fit-rates' measures others")
-        try:
-            runner.run()
-        except (KeyboardInterrupt, OSError):
-            runner.say(
-                f"stopped; what is finished is kept in {directory.path}, and the same command goes on from there"
-            )
-            raise
-
-
-def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, env: Record) -> Record:
-    """Gather the settings that all records of one table must share."""
-    target, drafter = pair.names
-    return {
-        "target": target,
-        "drafter": drafter,
-        **({} if pair.vocab is None else {"drafter_vocab": _vocab_config(pair.vocab)}),
-        "device": env["device"],
-        "dtype": pair.dtype,
-        **({"compiled": True} if pair.target.is_compiled else {}),
-        "threads": env["threads"],
-        "suites": {s.name: {"prompts": len(s.prompts), "file": s.digest} for s in suites},
-        "methods": [f"{method.name} ({method.verifier})" for method in methods],
-        **({"return_steps": True} if settings.return_steps else {}),
-        **{name: getattr(settings, name) for name in settings.__slots__ if name != "return_steps"},
-    }
-
-
-def _vocab_config(vocab: Sequence[int]) -> Record:
-    """Record a trimmed vocabulary by its size and a digest of its tokens."""
-    tokens = sorted(vocab)
-    return {"tokens": len(tokens), "digest": hashlib.sha256(str(tokens).encode()).hexdigest()[:16]}

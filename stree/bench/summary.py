@@ -10,18 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
+from stree.bench.acceptance import acceptance_by_depth, most_tokens, user_speed
 from stree.bench.methods import ASSISTED, PEERS
 from stree.bench.records import Record
 
 __all__ = [
-    "PARTS", "Ratio", "compare", "interval", "pool", "sum_ratio", "summarise", "tau_of", "verdict_text",
+    "PARTS", "Ratio", "compare", "interval", "pool", "sum_ratio", "summarise", "tau_of",
 ]  # fmt: skip
 
 PARTS = ("draft", "verify", "accept", "commit")
 
 Array = NDArray[Any]
 Ratio = tuple[float, float | None, float | None]  # value and 95 % interval, None below three prompts
-Blocks = dict[tuple[Any, int], Record]  # (batch, turn) -> record
+Blocks = dict[tuple[Any, Any], Record]  # (batch, (turn, seed)) -> record
 RowKey = tuple[str, float, str]  # suite, temperature, method
 
 
@@ -61,7 +62,7 @@ def tau_of(blocks: Blocks) -> Ratio | None:
     return None if counts is None else sum_ratio(*counts)
 
 
-def _tau_counts(blocks: Blocks, keys: Iterable[tuple[Any, int]]) -> tuple[list[float], list[float]] | None:
+def _tau_counts(blocks: Blocks, keys: Iterable[tuple[Any, Any]]) -> tuple[list[float], list[float]] | None:
     """Sum tokens and steps of each batch of prompts; see ``tau_of``."""
     keys = [key for key in keys if _sequence_steps(blocks[key])]
     if not keys or any(blocks[key]["params"]["drafter"] in ASSISTED and "rows" not in blocks[key] for key in keys):
@@ -87,7 +88,7 @@ def summarise(records: Sequence[Record]) -> list[Record]:
         params = record["params"]
         if record["metric"] == "tokens_per_s":
             blocks = groups[params["suite"], params["temperature"], record["provider"]]
-            blocks[params["batch"], params["turn"]] = record
+            blocks[params["batch"], (params["turn"], params.get("seed", 0))] = record
         elif record["metric"] == "check":
             checks[params["suite"], params["temperature"], record["provider"]] = record
     places = [(r["params"]["suite"], r["params"]["temperature"]) for r in records if "temperature" in r["params"]]
@@ -141,7 +142,7 @@ def compare(records: Sequence[Record], method: str, base: str) -> list[Record]:
         if record["metric"] == "tokens_per_s":
             params = record["params"]
             blocks = groups[params["temperature"], record["provider"]]
-            blocks[(params["suite"], params["batch"]), params["turn"]] = record
+            blocks[(params["suite"], params["batch"]), (params["turn"], params.get("seed", 0))] = record
     known = dict.fromkeys(name for _, name in groups)
     if unknown := {method, base} - known.keys():
         raise ValueError(f"the run has {', '.join(known)}; got {', '.join(sorted(unknown))}")
@@ -178,10 +179,13 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
         "drafter": blocks[0]["params"]["drafter"],
         "budget": blocks[0]["params"]["budget"],
         "growth": blocks[0]["params"].get("growth"),
-        "prompts": sum(count for count, _ in speeds),
+        "is_one_shot": blocks[0]["params"].get("is_one_shot", False),
+        "prompts": len({(block["params"]["batch"], index) for block in blocks for index in block["params"]["prompts"]}),
         "draft_calls": sum(block["draft_calls"] for block in blocks) / steps,
         "verified": sum(block["verified"] for block in blocks) / steps,
         "tokens_per_s": sum(count for count, _ in speeds) / sum(count / speed for count, speed in speeds),
+        "user_tokens_per_s": user_speed(blocks),
+        "acceptance_by_depth": acceptance_by_depth(blocks),
         "ttft_ms": 1e3 * float(np.mean(first)) if first else None,
         "distinct_4grams": float(np.mean([block["distinct_4grams"] for block in blocks])),
         "lossless": all(checked) if checked else check.get("lossless"),
@@ -214,6 +218,7 @@ def _compare(row: Record, rows: Sequence[Record], groups: Mapping[RowKey, Blocks
     own = groups[*at, row["method"]]
     for name, base in (("over_plain", plain), ("over_chain", chain)):
         row[name] = None if base is None else _speedup(groups[*at, base["method"]], own)
+    row["perfect_over_plain"] = None if plain is None else _perfect_speedup(groups[*at, "plain"], own, row)
     for name, seconds in (("step_over_plain", _decode_seconds), ("verify_over_plain", _verify_seconds)):
         has_steps = plain is not None and row["drafter"] not in PEERS
         row[name] = _step_ratio(groups[*at, "plain"], own, seconds) if has_steps else None
@@ -223,6 +228,20 @@ def _speedup(base: Blocks, other: Blocks) -> Ratio | None:
     """Compare over the prompts that both have run; each emits equally many tokens, so seconds a token compare."""
     both = base.keys() & other.keys()
     return sum_ratio(*(_sums(blocks, both, _seconds_a_token) for blocks in (base, other))) if both else None
+
+
+def _perfect_speedup(plain: Blocks, own: Blocks, row: Record) -> float | None:
+    """Speed over plain that the same steps, at the times that they took, would have if all that they draft was right.
+
+    None where tau, or the time that reads the prompt, is not known.
+    """
+    both = plain.keys() & own.keys()
+    if row["tau"] is None or not both or any(own[key]["ttft_s"] is None for key in both):
+        return None
+    prefill = [own[key]["ttft_s"] for key in both]
+    decode = sum(sum(map(len, own[key]["tokens"][0])) / own[key]["p50"] for key in both) - sum(prefill)
+    perfect = sum(prefill) + decode * row["tau"] / most_tokens(row)
+    return float(sum(sum(map(len, plain[key]["tokens"][0])) / plain[key]["p50"] for key in both) / perfect)
 
 
 def _step_ratio(plain: Blocks, other: Blocks, seconds: Callable[[Record], float]) -> Ratio | None:
@@ -245,11 +264,11 @@ def _over(a: Array, b: Array, axis: int) -> Array:
     return np.asarray(a.sum(axis) / b.sum(axis))
 
 
-def _sums(blocks: Blocks, keys: Iterable[tuple[Any, int]], value: Callable[[Record], float]) -> list[float]:
-    """Sum a value over the turns of each batch of prompts: turns of one conversation are not independent."""
+def _sums(blocks: Blocks, keys: Iterable[tuple[Any, Any]], value: Callable[[Record], float]) -> list[float]:
+    """Sum a value over turns and seeds of each batch of prompts: texts of one prompt are not independent."""
     sums: dict[Any, float] = defaultdict(float)
-    for batch, turn in sorted(keys):
-        sums[batch] += value(blocks[batch, turn])
+    for batch, text in sorted(keys):
+        sums[batch] += value(blocks[batch, text])
     return list(sums.values())
 
 
@@ -271,27 +290,3 @@ def _decode_seconds(block: Record) -> float:
 def _verify_seconds(block: Record) -> float:
     """Seconds of verification in a block's steps."""
     return float(block["verify_s"])
-
-
-def verdict_text(row: Record) -> str:
-    """Describe how an output was checked and with what result: of a row, or of a check that was not passed."""
-    if row["status"] == "unavailable":
-        return f"cannot run: {row['reason']}"
-    if row["status"] == "failed":
-        if "logit_gap" in row:
-            return f"FAILS: differs, logit gap {row['logit_gap']:.2g} of {row['logit_scale']:.2g}"
-        return f"FAILS: p = {row['p_value']:.1g}" if "p_value" in row else "FAILS: differs"
-    if row["method"].startswith("lossy"):
-        return f"LOSSY by design ({row['verifier']})"
-    if row["drafter"] == "transformers" or (row["drafter"] in PEERS and row["temperature"] > 0):
-        return "the reference" if row["temperature"] == 0 else "own random numbers"
-    if row["lossless"] is None and row["drafter"] == "none":
-        return "the reference"
-    if row["lossless"] is None:
-        checked = "greedy identical" if row["greedy_identical"] else "not checked"
-        return f"{checked}, distribution untested ({row['verifier']})"
-    if row["p_value"] is not None:
-        return f"target's distribution, p = {row['p_value']:.2g} ({row['verifier']})"
-    if row["near_ties"]:
-        return f"near-ties, gap <= {row['largest_gap']:.0e} of scale ({row['verifier']})"
-    return f"identical ({row['verifier']})"

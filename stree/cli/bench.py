@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from stree.cli.bench_options import add_bench_command, add_models, load_pair, temperatures_of
+from stree.cli.bench_options import add_bench_command, add_models, load_pair, numbers_of
 from stree.cli.fit_rates import add_fit_rates
 from stree.cli.options import add_drafter_vocab
 from stree.grammar import GROWTHS
@@ -34,12 +34,12 @@ def add_bench(commands: Any) -> None:
     command = add_bench_command(bench, "report", _report, "show one or several runs as a table and one HTML page")
     command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="directory of a run")
     command.add_argument("--markdown", action="store_true", help="only print the table")
+    _add_formats(command)
     command.add_argument(
         "--ratios", nargs="+", metavar="METHOD/METHOD", help="only print ratios of methods over all prompts of a run"
     )
     command.add_argument("--out", type=Path, default=None, help="where report.html goes; by default the first DIR")
     command.add_argument("--plots", type=Path, default=None, metavar="FOLDER", help="also write plots as SVG files")
-    command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
     command = add_bench_command(
         bench, "kernels", _kernels, "compare every kernel with the reference and time it on a GPU"
     )
@@ -57,16 +57,22 @@ def _add_run(bench: Any) -> None:
     add_drafter_vocab(command)
     command.add_argument(
         "--suite",
-        required=True,
-        help="NAME=FILE,...: files of HumanEval, GSM8K, MT-Bench and Spec-Bench (named humaneval, gsm8k, mt_bench, "
-        "spec_bench), or any name for JSON lines with a prompt, question, turns or text, or for plain text",
+        default="bundled",
+        help="'bundled' (prompts of code, mathematics and chat in this package), or NAME=FILE,...: files of HumanEval, "
+        "GSM8K, MT-Bench, Spec-Bench and SPEED-Bench (named humaneval, gsm8k, mt_bench, spec_bench, speed_bench), or "
+        "any name, for JSON lines with a prompt, question, turns or text, or for plain text",
     )
     command.add_argument("--limit", type=int, default=10, help="prompts of each suite; 0 for all")
     command.add_argument("--methods", default=None, help=METHODS)
     command.add_argument("--temperature", default="0", help="one or several, as 0,0.8; 0 is greedy")
+    command.add_argument("--top-k", type=int, default=None, help="sample from the k most probable tokens")
+    command.add_argument("--top-p", type=float, default=None, help="sample from the smallest set of this probability")
     command.add_argument("--batch-size", type=int, default=1, help="prompts that run together")
     command.add_argument("--max-new-tokens", type=int, default=64, help="tokens of every run")
-    command.add_argument("--seed", type=int, default=0, help="of the random numbers")
+    command.add_argument(
+        "--seed", "--seeds", default="0", help="one or several, as 0,1,2: texts sampled of each prompt"
+    )
+    command.add_argument("--repeats", type=int, default=1, help="times that each text is measured; the median counts")
     command.add_argument(
         "--test-distribution", type=int, default=0, metavar="TEXTS",
         help="texts a suite for the statistical test of sampled text; 0 for none",
@@ -81,7 +87,18 @@ def _add_run(bench: Any) -> None:
     )
     command.add_argument("--out", type=Path, required=True, help="directory of the run")
     command.add_argument("--force", action="store_true", help="begin anew where --out holds another run")
-    command.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
+    _add_formats(command)
+
+
+def _add_formats(command: argparse.ArgumentParser) -> None:
+    """Add the options that choose what is printed of a run."""
+    formats = command.add_mutually_exclusive_group()
+    formats.add_argument("--csv", action="store_true", help="print all rows as CSV, every interval in columns")
+    formats.add_argument("--latex", action="store_true", help="print speed and tau with intervals as a LaTeX table")
+    formats.add_argument(
+        "--acceptance", action="store_true", help="print acceptance by position, output and user tokens/s (SPEED-Bench)"
+    )
+    formats.add_argument("--json", action="store_true", help="print all rows as one JSON document in the last line")
 
 
 def _add_profile(bench: Any) -> None:
@@ -109,15 +126,16 @@ def _run(arguments: argparse.Namespace) -> int:
     from stree.bench.plan import Settings, read_suites
     from stree.bench.prompts import parse_suites
     from stree.bench.report import load_runs, write_page
-    from stree.bench.runner import run_bench
+    from stree.bench.run import run_bench
     from stree.files import check_folder
 
     check_folder(arguments.out)
     if arguments.limit < 0:
         raise ValueError(f"--limit must not be negative, got {arguments.limit}")
     settings = Settings(
-        arguments.max_new_tokens, temperatures_of(arguments.temperature), arguments.batch_size, arguments.seed,
-        arguments.test_distribution, arguments.chat, arguments.steps,
+        arguments.max_new_tokens, numbers_of("--temperature", arguments.temperature, float), arguments.batch_size,
+        numbers_of("--seed", arguments.seed, int), arguments.test_distribution, arguments.chat, arguments.steps,
+        arguments.top_k, arguments.top_p, arguments.repeats,
     )  # fmt: skip
     methods = parse_methods(arguments.methods if arguments.methods is not None else DEFAULT)
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None)
@@ -133,7 +151,7 @@ def _run(arguments: argparse.Namespace) -> int:
     run_bench(pair, methods, suites, settings, arguments.out, force=arguments.force, rates=rates)
     runs = load_runs([arguments.out])
     write_page(runs, arguments.out / "report.html")
-    _print_runs(runs, as_json=arguments.json)
+    _print_runs(runs, arguments)
     return 0
 
 
@@ -141,30 +159,38 @@ def _report(arguments: argparse.Namespace) -> int:
     """Run ``stree bench report``."""
     from stree.bench.report import load_runs, ratio_table, write_page, write_plots
 
-    if (arguments.markdown or arguments.ratios) and (arguments.out is not None or arguments.json):
-        name = "ratios" if arguments.ratios else "markdown"
+    only = [name for name in ("ratios", "markdown", "csv", "latex", "acceptance") if getattr(arguments, name)]
+    if only and (arguments.out is not None or arguments.json):
+        name = only[0]
         raise ValueError(f"--{name} only prints a table; leave --out and --json out")
     runs = load_runs(arguments.directories)
     if arguments.ratios:
         print(*(ratio_table(path, arguments.ratios) for path in arguments.directories), sep="\n")
         return 0
     written = [] if arguments.plots is None else write_plots(runs, arguments.plots)
-    if not arguments.markdown:
+    if not only:
         written.append((arguments.out or arguments.directories[0]) / "report.html")
         write_page(runs, written[-1])
     print(*(f"written: {path}" for path in written), sep="\n", end="\n" if written else "", file=sys.stderr)
-    _print_runs(runs, as_json=arguments.json)
+    _print_runs(runs, arguments)
     return 0
 
 
-def _print_runs(runs: Any, *, as_json: bool) -> None:
-    """Print tables, and all rows as one JSON line if asked."""
+def _print_runs(runs: Any, arguments: argparse.Namespace) -> None:
+    """Print runs in the format that is asked for; by default as tables, to which JSON adds a line."""
+    from stree.bench.formats import acceptance_table, csv_rows, latex
     from stree.bench.report import markdown
 
+    if arguments.csv:
+        print(csv_rows([(run.name, run.rows) for run in runs]))
+        return
     for run in runs:
+        if arguments.latex:
+            print(latex(run.rows, run.command))
+            continue
         print(f"{run.name}:\n" if len(runs) > 1 else "", end="")
-        print(markdown(run.rows))
-    if as_json:
+        print((acceptance_table if arguments.acceptance else markdown)(run.rows))
+    if arguments.json:
         rows = [{"run": run.name, **row} for run in runs for row in run.rows]
         print(json.dumps({"bench": "run", "rows": rows, "env": runs[0].sessions[-1]}))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from stree.cli.options import add_command, add_device
 
-__all__ = ["add_bench_command", "add_models", "load_pair", "temperatures_of"]
+__all__ = ["add_bench_command", "add_models", "load_pair", "numbers_of"]
+
+Number = TypeVar("Number", int, float)
 
 
 def add_bench_command(
@@ -38,12 +40,13 @@ def add_models(command: argparse.ArgumentParser) -> None:
     command.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
 
 
-def temperatures_of(text: str) -> tuple[float, ...]:
-    """Read one number or several."""
+def numbers_of(option: str, text: str, kind: type[Number]) -> tuple[Number, ...]:
+    """Read one number or several, as ``float`` or ``int``."""
     try:
-        return tuple(dict.fromkeys(float(part) for part in text.split(",")))
+        return tuple(dict.fromkeys(kind(part) for part in text.split(",")))
     except ValueError as error:
-        raise ValueError(f"--temperature must be a number or several, as 0,0.8, got {text!r}") from error
+        example = "0,0.8" if kind is float else "0,1"
+        raise ValueError(f"{option} must be a number or several, as {example}, got {text!r}") from error
 
 
 def load_pair(arguments: argparse.Namespace, drafter_vocab: str | None = None) -> Any:

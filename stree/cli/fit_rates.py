@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from stree.cli.bench_options import add_bench_command, add_models, load_pair, temperatures_of
+from stree.cli.bench_options import add_bench_command, add_models, load_pair, numbers_of
 
 __all__ = ["add_fit_rates"]
 
@@ -44,7 +44,7 @@ def _fit_rates(arguments: argparse.Namespace) -> int:
     check_counts(limit=arguments.limit, ranks=arguments.ranks, max_new_tokens=arguments.max_new_tokens)
     if arguments.skip < 0:
         raise ValueError(f"--skip must not be negative, got {arguments.skip}")
-    kinds = [Sampling(temperature) for temperature in temperatures_of(arguments.temperature)]
+    kinds = [Sampling(temperature) for temperature in numbers_of("--temperature", arguments.temperature, float)]
     check_file(arguments.out)
     suites = read_suites(parse_suites(arguments.suite), arguments.skip + arguments.limit)
     prompts = [prompt.turns[:1] for suite in suites for prompt in suite.prompts[arguments.skip :]]

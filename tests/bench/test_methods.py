@@ -34,6 +34,14 @@ def test_the_unrolled_baseline_takes_any_tree() -> None:
     assert (shaped.growth, shaped.budget) == (Static([2, 2]), 7)
 
 
+def test_a_method_that_is_given_again_is_measured_again() -> None:
+    methods = parse_methods("plain,chain:4,plain,plain,transformers-lookup,transformers-lookup")
+    assert [method.name for method in methods] == [
+        "plain", "chain:4", "plain#2", "plain#3", "transformers-lookup", "transformers-lookup#2"
+    ]  # fmt: skip
+    assert methods[0].kind == methods[2].kind == "plain" and methods[5].kind == "transformers-lookup"
+
+
 def test_the_default_methods_are_known() -> None:
     assert {"plain", "transformers", "chain", "dyspec", "unrolled"} <= {m.kind for m in parse_methods(DEFAULT)}
 
@@ -45,7 +53,6 @@ def test_the_default_methods_are_known() -> None:
             "plain,dyspce:16",
             "method 'dyspce:16' is unknown; known are plain, .* no growth is named 'dyspce'; growths are calibrated",
         ),
-        ("plain,plain", "method 'plain' is given twice"),
         ("lossy-target-init:2,3@match", "has a rule of its own to accept tokens; leave @match out"),
         ("chain:4-2", "method 'chain:4-2' must go from a depth of at least 1 up"),
         ("dyspec:8@best", f"the verifier of 'dyspec:8@best' must be one of {', '.join(VERIFIERS)}, got 'best'"),

@@ -15,7 +15,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
-from stree.bench import plots
+from stree.bench import drawing, plots
 from stree.bench.drawing import svg
 from stree.bench.report import load_runs, write_page, write_plots
 from stree.bench.summary import compare, pool, summarise
@@ -90,6 +90,50 @@ def test_a_dot_of_speed_is_on_the_logarithmic_axis_within_its_interval() -> None
     assert intervals(axes) == [[[0.9 * r, y], [1.1 * r, y]] for y, r in enumerate(ratios.values())]
     colours = [line.get_color() for line in axes.lines if line.get_gid()]
     assert len(set(colours)) == 3 and colours[2] == colours[3], "faster, slower, undecided"
+
+
+def test_no_difference_over_fewer_than_five_prompts_has_a_colour_and_tau_has_none() -> None:
+    def colours(figure: Figure | None) -> set[str]:
+        return {str(line.get_color()) for line in drawn(figure).axes[0].lines if line.get_gid()}
+
+    ratios = {"fast": 2.0, "slow": 0.5}
+    few, enough = ([row(*of, samples=n) for of in ratios.items()] for n in (4, 5))
+    assert colours(plots.speed(few)) == {drawing.SOFT} and len(colours(plots.speed(enough))) == 2
+    assert colours(plots.tau(enough)) == {drawing.SOFT}
+    figure = drawn(plots.tau(enough))
+    assert {"plain", "2"} <= words(figure)[0] and figure.get_label() == "tau"
+
+
+def light(colour: str) -> Any:
+    """Linear red, green and blue."""
+    values = np.array([int(colour[place : place + 2], 16) for place in (1, 3, 5)]) / 255
+    return np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+
+
+def lab(linear: Any) -> Any:
+    """CIE L*a*b* of linear red, green and blue (D65)."""
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ linear.clip(0, 1)
+    f = np.cbrt(xyz / (0.9505, 1.0, 1.089))
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+EYES = {  # linear colours as readers see them: Machado, Oliveira and Fernandes, 2009, severity 1
+    "most": np.eye(3),
+    "protan": np.array([[0.1523, 1.0526, -0.2049], [0.1145, 0.7863, 0.0992], [-0.0039, -0.0481, 1.052]]),
+    "deutan": np.array([[0.3673, 0.8606, -0.228], [0.2801, 0.6725, 0.0474], [-0.0118, 0.0429, 0.9689]]),
+}
+
+
+@pytest.mark.parametrize("eye", EYES)
+def test_lines_differ_in_colour_for_every_reader_and_in_their_markers(eye: str) -> None:
+    for colours in (drawing.COLOURS, [drawing.ON_DARK[colour] for colour in drawing.COLOURS]):
+        seen = [lab(EYES[eye] @ light(colour)) for colour in colours]
+        assert min(np.linalg.norm(one - other) for one, other in combinations(seen, 2)) > 15
+    green, brown = (lab(EYES["deutan"] @ light(colour)) for colour in ("#1a7f37", "#bc4c00"))
+    assert np.linalg.norm(green - brown) < 30, "and the measure sees what such a reader does not"
+    figure = drawn(plots.tau_by_nodes(by_nodes()))
+    markers = {line.get_marker() for line in figure.axes[0].lines if line.get_gid()}
+    assert len(markers) == 3 - 1 and len(drawing.MARKERS) == len(set(drawing.MARKERS)) == len(drawing.COLOURS)
 
 
 def test_speed_has_a_panel_for_each_suite_and_temperature_on_one_scale() -> None:
@@ -229,7 +273,8 @@ def test_files_and_page_hold_the_plots_and_the_commands_of_their_runs(
     paths = [save_run(tmp_path / f"batch-{size}", size) for size in (1, 2)]
     folder = tmp_path / "plots"
     assert main(["bench", "report", str(paths[0]), "--markdown", "--plots", str(folder)]) == 0
-    assert {path.name for path in folder.iterdir()} == {"speed.svg", "tau-by-nodes.svg", "step-time-by-nodes.svg"}
+    names = {"speed.svg", "tau.svg", "tau-by-nodes.svg", "step-time-by-nodes.svg"}
+    assert {path.name for path in folder.iterdir()} == names
     assert not (paths[0] / "report.html").exists() and "speed.svg" in capsys.readouterr().err
     written = write_plots(load_runs(paths), tmp_path / "both")
     assert {"speed-batch-1.svg", "speed-batch-2.svg", "batch.svg"} <= {path.name for path in written}
@@ -244,7 +289,7 @@ def test_files_and_page_hold_the_plots_and_the_commands_of_their_runs(
     for size in (1, 2):
         assert f"<code>stree bench run --batch-size {size} &lt;x&gt;</code>" in batches
     assert page.index("</table>") < page.index("<figure>")
-    assert page.count("<figure>") == page.count("<svg ") == 2 * 3 + 1
+    assert page.count("<figure>") == page.count("<svg ") == 2 * 4 + 1
 
 
 def test_a_file_shows_words_as_text_and_follows_the_dark_scheme() -> None:
@@ -257,3 +302,4 @@ def test_a_file_shows_words_as_text_and_follows_the_dark_scheme() -> None:
     assert {"unrolled:static:2,2,2,2…", "1.20", "plain", "code, T 0 (n = 8)"} <= set(shown), "a long name is cut"
     hover = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
     assert hover == [f"{name}: 1.2 [1.08, 1.32]"] and "prefers-color-scheme:dark" in text
+    assert "svg{background:#fff}" in text and "svg{background:#0d1117;" in text, "legible on a page of one colour"

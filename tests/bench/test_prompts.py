@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from stree.bench.prompts import parse_suites, read_suite
+from stree.bench.plan import read_suites
+from stree.bench.prompts import PLACEHOLDER, parse_suites, read_categories, read_suite
 
 
 def write_lines(path: Path, *records: dict[str, Any] | str) -> Path:
@@ -60,6 +61,61 @@ def test_a_bad_line_is_named(tmp_path: Path, name: str, line: str, message: str)
     good = {"turns": ["x"]} if name == "mt_bench" else {"prompt": "x"}
     with pytest.raises(ValueError, match=message):
         read_suite(name, write_lines(tmp_path / "suite.jsonl", good, line))
+
+
+SPEED = [
+    {
+        "question_id": str(number),
+        "category": category,
+        "sub_category": None,
+        "turns": turns,
+        "multiturn": len(turns) > 1,
+    }
+    for number, (category, turns) in enumerate(
+        [("coding", ["a"]), ("RAG", ["b", "c"]), ("coding", ["d"]), ("coding", ["e"]), ("low entropy", ["f"])]
+    )
+]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_speed_bench_is_a_suite_a_category(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"test.{kind}"
+    if kind == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(SPEED), path)
+    else:
+        write_lines(path, *SPEED)
+    found = read_categories("speed_bench_1k", path, 2)
+    assert {name: [prompt.turns for prompt in prompts] for name, prompts in found.items()} == {
+        "speed_bench_1k-coding": [("a",), ("d",)],
+        "speed_bench_1k-rag": [("b", "c")],
+        "speed_bench_1k-low_entropy": [("f",)],
+    }
+    assert [prompt.index for prompt in found["speed_bench_1k-coding"]] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"category": "rag"}, r"record 1 of test\.jsonl: turns must be a list of texts, got None"),
+        ({"turns": ["x"]}, "a prompt must be a text that is not empty, got None"),
+        ({"category": "rag", "turns": [f"{PLACEHOLDER} USING ..."]}, r"it has no text yet; run .*prepare_data\.py"),
+    ],
+)
+def test_a_record_of_speed_bench_without_a_text_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_categories("speed_bench", write_lines(tmp_path / "test.jsonl", record))
+    (tmp_path / "test.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ValueError, match=r"needs the package pyarrow|cannot read .*test\.parquet as Parquet"):
+        read_categories("speed_bench", tmp_path / "test.parquet")
+
+
+def test_the_bundled_suites_have_ten_prompts_each_and_two_to_tune_on() -> None:
+    suites = read_suites(parse_suites("bundled"), 10)
+    assert [suite.name for suite in suites] == ["code", "mathematics", "chat"]
+    assert all(len(suite.prompts) == 10 and len(suite.held_out) == 2 and suite.is_held_out for suite in suites)
+    assert len({prompt.turns for suite in suites for prompt in (*suite.prompts, *suite.held_out)}) == 36
+    assert max(len(prompt.turns) for prompt in suites[2].prompts) == 2
 
 
 def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:

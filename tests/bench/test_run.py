@@ -10,6 +10,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from stree.bench.pair import Pair
 from stree.bench.plan import Settings, Suite, read_suites
 from stree.bench.records import Record
 from stree.bench.runner import Runner
+from stree.bench.summary import summarise
 
 PAIR = tiny_pair()
 METHODS = "plain,chain:2,dyspec:5"
-SETTINGS = Settings(max_new_tokens=5, temperatures=(0.8,), seed=7)
+SETTINGS = Settings(max_new_tokens=5, temperatures=(0.8,), seeds=(7,))
 
 
 def made_up(pair: Pair, method: Method, case: Case) -> Run:
@@ -84,6 +86,30 @@ def test_every_prompt_turn_and_method_is_run_once(
     blocks = {("mt_bench", 0, 0, 0.8), ("mt_bench", 0, 1, 0.8), ("mine", 0, 0, 0.8), ("mine", 1, 0, 0.8)}
     assert found.keys() == {(*block, method) for block in blocks for method in METHODS.split(",")}
     assert all(len(tokens[0][0]) == 5 for tokens in found.values())
+
+
+def test_every_seed_is_a_text_and_a_repetition_is_a_time(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    order: list[tuple[str, int]] = []
+    seconds = iter([1.0, 4.0, 2.0, 2.0, 4.0, 1.0] * 20)
+
+    def timed(pair: Pair, method: Method, case: Case) -> Run:
+        order.append((method.name, case.seed))
+        assert (case.top_k, case.top_p) == (5, 0.9)
+        return replace(made_up(pair, method, case), seconds=next(seconds))
+
+    imagined.setattr("stree.bench.runner.execute", timed)
+    settings = Settings(5, (0.0, 0.8), seeds=(3, 4), top_k=5, top_p=0.9, repeats=3)
+    records, _ = run(tmp_path / "run", suites[1:], "plain,suffix", settings)
+    timed_records = [record for record in records if record["metric"] == "tokens_per_s"]
+    places = [(r["params"]["temperature"], r["params"]["seed"], r["params"]["batch"]) for r in timed_records[::2]]
+    assert places == [(0.0, 3, 0), (0.0, 3, 1), (0.8, 3, 0), (0.8, 3, 1), (0.8, 4, 0), (0.8, 4, 1)]
+    first = [("plain", 3), ("suffix", 3), ("suffix", 3), ("plain", 3), ("plain", 3), ("suffix", 3)]
+    assert order[:6] == first, "methods take turns in every repetition"
+    assert timed_records[0]["runs"] == 3 and timed_records[0]["p50"] == 5 / 2.0
+    (row,) = [row for row in summarise(records) if (row["method"], row["temperature"]) == ("suffix", 0.8)]
+    assert row["prompts"] == row["samples"] == 2, "texts of one prompt are one sample"
 
 
 def test_a_run_cut_off_anywhere_ends_as_an_undisturbed_one(

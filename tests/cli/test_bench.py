@@ -12,6 +12,7 @@ import pytest
 from helpers.tiny_models import VOCAB
 from helpers.tiny_pairs import save_tiny
 
+from stree.bench.records import ROOT
 from stree.cli import main
 from stree.distill.heads import HEADS
 from stree.models.tree_lm import TreeLM
@@ -57,6 +58,9 @@ def test_a_run_writes_records_and_a_page_and_reports_what_it_measured(
     for record in timed:
         (steps,), (row,) = record["step_records"], record["rows"]
         assert row["tau"] == record["tau"] == sum(len(step["path"]) for step in steps) / len(steps)
+    page = (ROOT / "docs" / "bench.md").read_text()
+    fields = {name for record in timed for name in (*record, *record["params"])} - {"metric", "provider", "env"}
+    assert not [name for name in fields if f"`{name}`" not in page], "every field of a record is documented"
     assert main(["bench", "report", str(run), "--markdown"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 4 and table[0].startswith("| suite")
