@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from stree import distill, drafters, growth, heads, testing, verify
+    from stree.decode.grammar import Grammar
     from stree.decode.step_records import StepRecord
     from stree.generation import Generation, GenerationError, GenerationInterrupted, generate
     from stree.integrations.transformers import custom_generate
@@ -26,6 +27,7 @@ __all__ = [
     "Generation",
     "GenerationError",
     "GenerationInterrupted",
+    "Grammar",
     "QueueFull",
     "Random",
     "Sampling",
@@ -55,6 +57,7 @@ _HOMES = {
     "Generation": "stree.generation",
     "GenerationError": "stree.generation",
     "GenerationInterrupted": "stree.generation",
+    "Grammar": "stree.decode.grammar",
     "QueueFull": "stree.serving",
     "Random": "stree.sampling",
     "Sampling": "stree.sampling",

@@ -13,6 +13,7 @@ from stree.checks import check_counts
 from stree.decode.batching import batch_for
 from stree.decode.claims import losslessness
 from stree.decode.failures import GenerationError, GenerationInterrupted, failures_with_output
+from stree.decode.grammar import Grammar
 from stree.decode.logits_processors import LogitsProcessor
 from stree.decode.loop import DecodeLoop
 from stree.decode.memory import Extent, arithmetic, check_memory, fits_in_memory
@@ -52,6 +53,7 @@ def generate(
     allowed_token_ids: Iterable[int] | Sequence[Iterable[int] | None] | None = None,
     bad_words: Iterable[Sequence[int]] | Sequence[Sequence[Sequence[int]] | None] | None = None,
     min_new_tokens: int | Sequence[int] = 0,
+    grammar: Grammar | Sequence[Grammar | None] | None = None,
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor | None] | None = None,
     seed: int | Sequence[int] = 0,
     num_samples: int = 1,
@@ -100,7 +102,7 @@ def generate(
             object derived from ``stree.verify.Verifier``, with which steps are not captured.
         overlap: draft the next tree while the target verifies, below the path that is likeliest to be accepted, and use
             it if that one was: in a thread, on CUDA in a second stream.  For draft models, without logits processors,
-            bias and penalties; steps are not captured.  See docs/choosing.md for where it pays.
+            grammars, bias and penalties; steps are not captured.  See docs/choosing.md for where it pays.
         allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
 
         Which token:
@@ -112,6 +114,9 @@ def generate(
         allowed_token_ids: the only tokens that may be drawn.
         bad_words: token lists that are never completed, not from the prompt's last tokens either, as in transformers.
         min_new_tokens: no stop token is drawn before so many new tokens; stop strings end a text earlier, too.
+        grammar: what the new tokens may be, such as ``stree.Grammar.json_schema(schema)``: others are excluded at every
+            node, for the draft model, too.  A stop token of the model is drawn where a text is whole, and where
+            nothing can follow it ends, as "stop".  It needs ``tokenizer``; its steps are not captured as CUDA graphs.
         logits_processor: a function of int64[1, length] text and float[1, vocab] logits that returns logits, as
             transformers' processors are; called last, for every node that the target may reach, with the text that
             ends there, and for the draft model's likewise.  It must depend on nothing but its arguments.  With one,
@@ -124,7 +129,7 @@ def generate(
         stop_token_ids: tokens that end a sequence, and are kept; None for ``lm.eos_token_ids``, the model's own.
         stop_strings: strings that end a sequence, across any tokens, the prompt's included.  The token that completes
             one is kept whole, as in transformers.
-        tokenizer: of transformers, of the model, which stop strings need.
+        tokenizer: of transformers, of the model, which stop strings and grammars need.
         ignore_eos: write on through the model's own stop tokens, as benchmarks do.
         cancelled: asked after every step, by each running sequence's place in the output, whether that one shall end.
 
@@ -163,9 +168,9 @@ def generate(
         lm, prompts, attention_mask=attention_mask, num_samples=num_samples, max_batch=max_batch, max_length=max_length,
         budget=each, sampling=sampling, logit_bias=logit_bias, repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty, presence_penalty=presence_penalty, allowed_token_ids=allowed_token_ids,
-        bad_words=bad_words, min_new_tokens=min_new_tokens, logits_processor=logits_processor, seed=seed,
-        max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings, tokenizer=tokenizer,
-        ignore_eos=ignore_eos, logprobs=logprobs, return_steps=return_steps, streamer=streamer,
+        bad_words=bad_words, min_new_tokens=min_new_tokens, grammar=grammar, logits_processor=logits_processor,
+        seed=seed, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, stop_strings=stop_strings,
+        tokenizer=tokenizer, ignore_eos=ignore_eos, logprobs=logprobs, return_steps=return_steps, streamer=streamer,
     )  # fmt: skip
     return run(settings, batch)
 

@@ -9,7 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from stree.decode.batch_grammars import BatchGrammars
 from stree.decode.batch_token_rules import BatchTokenRules
+from stree.decode.grammar import CompiledGrammar
 from stree.decode.token_rules import TokenRules
 from stree.drafters import TreeProcessor
 from stree.kernels.step.texts import Seen, Texts
@@ -77,12 +79,21 @@ class TreeProcessing:
     """Processes the logits of trees and of first tokens with the texts that end there, for target and draft model.
 
     Args:
-        processor: called with the nodes of one depth; None: all logits stay as the rules leave them.
+        processor: called with the nodes of one depth; None: all logits stay as rules and grammars leave them.
         rules: applied before it, to all nodes at once; or None.
+        grammars: applied between them; or None.
     """
 
-    def __init__(self, processor: NodeProcessor | None, rules: BatchTokenRules | None = None) -> None:
-        self._processor, self._rules = processor, rules
+    def __init__(
+        self, processor: NodeProcessor | None, rules: BatchTokenRules | None = None,
+        grammars: BatchGrammars | None = None,
+    ) -> None:  # fmt: skip
+        self._processor, self._rules, self._grammars = processor, rules, grammars or BatchGrammars(0, 0)
+
+    @classmethod
+    def of(cls, processor: NodeProcessor | None, batch: int, vocab_size: int, device: torch.device) -> TreeProcessing:
+        """Return the processing of a batch that has processors, rules and grammars."""
+        return cls(processor, BatchTokenRules(batch, vocab_size, device), BatchGrammars(batch, vocab_size))
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -91,24 +102,36 @@ class TreeProcessing:
 
     def of_rows(self, count: int) -> TreeProcessing:
         """Return the same for another number of rows, none of which has begun."""
-        return TreeProcessing(self._processor, None if self._rules is None else self._rules.empty(count))
+        rules = None if self._rules is None else self._rules.empty(count)
+        return TreeProcessing(self._processor, rules, self._grammars.empty(count))
 
-    def begin(self, row: int, processors: Sequence[LogitsProcessor], rules: TokenRules, prompt_length: int) -> None:
-        """Use other processors and rules for a row, whose prompt has so many tokens."""
+    def begin(
+        self, row: int, processors: Sequence[LogitsProcessor], rules: TokenRules, grammar: CompiledGrammar | None,
+        prompt_length: int,
+    ) -> None:  # fmt: skip
+        """Use other processors, rules and another grammar for a row, whose prompt has so many tokens."""
         if self._rules is not None:
             self._rules.begin(row, rules, prompt_length)
+        self._grammars.begin(row, grammar, prompt_length)
         if self._processor is not None:
             self._processor.begin(row, processors)
 
     def end(self, row: int) -> None:
-        """Leave out the rules of a row whose sequence has ended."""
+        """Leave out the rules and the grammar of a row whose sequence has ended."""
         if self._rules is not None:
             self._rules.end(row)
+        self._grammars.end(row)
+
+    def advance(self, seen: Seen) -> bool:
+        """Take up the texts as a step finds them; return whether the host works within it, so that it is launched."""
+        self._grammars.advance(seen)
+        return self._grammars.is_active
 
     def first(self, texts: Texts, rows: Tensor, logits: Tensor) -> Tensor:
         """Process float[count, vocab] logits of what follows the prompts of int64[count] rows."""
         if self._rules is not None:
             logits = self._rules.first(texts.tokens, rows, texts.lengths[rows], logits)
+        logits = self._grammars.first(rows, logits)
         if self._processor is None:
             return logits
         nodes = []
@@ -125,19 +148,22 @@ class TreeProcessing:
         """
         if self._rules is not None:
             logits = self._rules(seen.tokens, seen.lengths, tree, logits)
+        logits = self._grammars(seen.lengths, tree, logits)
         if self._processor is None:
             return logits
         return _process(self._processor, seen.tokens, seen.lengths, tree, logits, is_target=True)
 
     def draft(self, seen: Seen) -> TreeProcessor | None:
         """Return what processes a draft model's logits; they stay its own where no token would be left."""
-        processor, rules = self._processor, self._rules
+        processor, rules, grammars = self._processor, self._rules, self._grammars
         if processor is None and rules is None:
             return None
 
         def process(tree: TokenTree, logits: Tensor) -> Tensor:
             if rules is not None and rules.parts:
                 logits = _unless_none_is_left(rules(seen.tokens, seen.lengths - 1, tree, logits), logits)
+            if grammars.is_active:
+                logits = _unless_none_is_left(grammars(seen.lengths - 1, tree, logits), logits)
             if processor is None:
                 return logits
             return _process(processor, seen.tokens, seen.lengths - 1, tree, logits, is_target=False)
@@ -152,6 +178,7 @@ class TreeProcessing:
         """
         if bool((is_end := _leaves_none(logits)).any()):
             whose = "the target" if self._processor is None else "the logits processor"
+            whose = f"{whose}, or its grammar," if self._grammars.is_active else whose
             raise ValueError(f"{whose} leaves no token to draw in rows {rows[is_end].unique().tolist()}")
 
     def refuse_path_ends(self, logits: Tensor, path: Tensor, lengths: Tensor) -> None:
@@ -160,7 +187,7 @@ class TreeProcessing:
         Raises:
             ValueError: there is one.
         """
-        if self._processor is not None:
+        if self._processor is not None or self._grammars.is_active:
             rows, places = (torch.arange(path.shape[1], device=path.device) < lengths[:, None]).nonzero(as_tuple=True)
             self.refuse_ends(logits[rows, path[rows, places].long()], rows)
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from stree.checks import check_counts, check_flags, check_object, check_sizes
+from stree.decode.grammar import CompiledGrammar, Grammar
 from stree.decode.logits_processors import LogitsProcessor, NodeProcessor
 from stree.decode.prompts import token_ids
 from stree.decode.stop_strings import StopStrings, string_list
@@ -61,6 +62,7 @@ class Request:
         stop_strings: strings that end it, or None.
         logprobs: alternatives whose log probabilities are kept beside each token's own, or None for none at all.
         rules: bias, penalties, and allowed and forbidden tokens.
+        grammar: of its new tokens, or None.
         processors: of its logits, one after the other; the batch must have a ``RowProcessors`` for them.
         streamer: receives its tokens, or None.
         observer: observes every token, or None.
@@ -78,6 +80,7 @@ class Request:
     stop_strings: StopStrings | None = None
     logprobs: int | None = None
     rules: TokenRules = TokenRules()
+    grammar: CompiledGrammar | None = None
     processors: tuple[LogitsProcessor, ...] = ()
     streamer: Streamer | None = None
     observer: Observer | None = None
@@ -87,7 +90,8 @@ class Request:
     @classmethod
     def of(
         cls, lm: TreeLM, *, sampling: Sampling | None = None,
-        logits_processor: LogitsProcessor | None = None, seed: int = 0, max_new_tokens: int = 128,
+        grammar: Grammar | None = None, logits_processor: LogitsProcessor | None = None, seed: int = 0,
+        max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | StopStrings | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int | None = None,
         streamer: Streamer | None = None, observer: Observer | None = None, budget: int | None = None,
@@ -99,7 +103,8 @@ class Request:
 
         Raises:
             TypeError: an object or a number of another kind.
-            ValueError: a number out of its range, or stop strings without a tokenizer.
+            ValueError: a number out of its range, stop strings without a tokenizer, or a grammar that allows no text.
+            RuntimeError: a grammar without the package that it needs.
         """
         sampling = Sampling() if sampling is None else sampling
         check_object("sampling", sampling, "probs", "stree.Sampling(temperature=0.8)")
@@ -107,6 +112,8 @@ class Request:
             check_object("streamer", streamer, "end", "transformers.TextStreamer(tokenizer)")
         if logits_processor is not None and (isinstance(logits_processor, type) or not callable(logits_processor)):
             raise TypeError(f"logits_processor must be a function of text and logits, got {logits_processor!r:.80}")
+        if grammar is not None:
+            check_object("grammar", grammar, "compile", 'stree.Grammar.regex("[0-9]+")')
         check_flags(ignore_eos=ignore_eos, return_steps=return_steps)
         max_new_tokens = _integer("max_new_tokens", max_new_tokens)
         check_counts(max_new_tokens=max_new_tokens)
@@ -119,9 +126,11 @@ class Request:
             stop_strings = StopStrings(tokenizer, strings) if strings else None
         # As in transformers, a stop token that no vocabulary has, such as -1, ends no text.
         ends = frozenset(token for token in stops if 0 <= token < lm.vocab_size)
+        eos = frozenset(getattr(lm, "eos_token_ids", ()))
         return cls(
             [], sampling, max_new_tokens, ends, _integer("seed", seed), stop_strings=stop_strings,
             logprobs=_alternatives(lm, logprobs), rules=TokenRules.of(lm.vocab_size, ends, max_new_tokens, **rules),
+            grammar=None if grammar is None else grammar.compile(tokenizer, lm.vocab_size, ends, eos),
             processors=() if logits_processor is None else (logits_processor,), streamer=streamer, observer=observer,
             budget=budget, return_steps=return_steps,
         )  # fmt: skip
@@ -192,7 +201,7 @@ class Batch:
         prompt_length: most tokens of a prompt.
         is_padded: whether prompts may differ in length.
         refills: whether a request takes the row of a sequence that has ended.
-        has_rules: whether a request has token rules.
+        has_rules: whether a request has token rules or a grammar.
         processor: of all their logits, or None; its steps are not captured.
         min_nodes: nodes that a state has room for at least, and so tokens that ``extend`` runs at once.
         limits_nodes: whether requests may have budgets of their own.

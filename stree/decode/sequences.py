@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from stree.decode.grammar import GrammarEnd
 from stree.decode.logprobs import TokenLogprob, read_logprobs
 from stree.decode.request import Observer, Request
 from stree.decode.step_records import AcceptedCounts, StepRecord, step_record
@@ -41,6 +42,8 @@ class Text:
     def __post_init__(self) -> None:
         if self.request.stop_strings is not None:
             self.observers.append(self.request.stop_strings.match(self.request.prompt))
+        if self.request.grammar is not None:
+            self.observers.append(GrammarEnd(self.request.grammar))
         if self.request.observer is not None:
             self.observers.append(self.request.observer)
 

@@ -92,13 +92,13 @@ class Settings:
         """Refuse texts that cannot be decoded so.
 
         Raises:
-            ValueError: logits processors or token rules with ``overlap``, several kinds of sampling under
+            ValueError: logits processors, grammars or token rules with ``overlap``, several kinds of sampling under
                 ``TargetInit``, or one that the verifier does not take.
         """
         for sampling in batch.kinds:
             self.rule.check(sampling)
         if self._overlaps and (batch.processor is not None or batch.has_rules):
-            raise ValueError("overlap takes no logits_processor, and no bias, penalty or rule of tokens")
+            raise ValueError("overlap takes no logits_processor, grammar, bias, penalty or rule of tokens")
         if self.verifier == LONGEST and len(batch.kinds) > 1:
             raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
 

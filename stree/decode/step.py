@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from stree.decode import debug
-from stree.decode.batch_token_rules import BatchTokenRules
 from stree.decode.capture import Capture
 from stree.decode.logits_processors import NodeProcessor, TreeProcessing
 from stree.decode.prompts import PrefilledPrompt, first_tokens
@@ -75,8 +74,8 @@ class DecodeStep:
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
         batch, device = len(state.lengths), state.lengths.device
-        rules = BatchTokenRules(batch, lm.vocab_size, device)
-        self._processing, self.capture = TreeProcessing(processor, rules), capture or Capture()
+        self._processing = TreeProcessing.of(processor, batch, lm.vocab_size, device)
+        self.capture = capture or Capture()
         self.texts = Texts.empty(batch, max_length, most_stops, device, limits_nodes=limits_nodes)
         self.seen = Seen.of(self.texts)
         self._seeds = torch.zeros_like(self.texts.lengths)
@@ -91,6 +90,7 @@ class DecodeStep:
         with self.capture.lock:  # a replay overwrites what another thread's has not copied yet
             timer, num_warm_ups = StepTimer(self.state.lengths.device), self.capture.num_warm_ups
             self.seen.update(self.texts)
+            self.capture.is_paused = self._processing.advance(self.seen)
             num_calls = self._let_draft(self.run.prepare, self.seen, budget) or 0
             run, draft = self.run, None
             key: tuple[Any, ...] = f"budget {budget}", growth
@@ -295,5 +295,5 @@ class DecodeStep:
     def _write_rules(self, row: int, request: Request) -> None:
         """Write how the tokens of a row are drafted and drawn."""
         self.texts.limit_nodes(row, request.budget)
-        self._processing.begin(row, request.processors, request.rules, len(request.prompt))
+        self._processing.begin(row, request.processors, request.rules, request.grammar, len(request.prompt))
         self.sampling.write(row, request.sampling)

@@ -44,10 +44,13 @@ class TokenBytes:
     Args:
         tokenizer: of transformers.
         shown: names of special tokens that texts show.
+
+    Attributes:
+        tokenizer: the same.
     """
 
     def __init__(self, tokenizer: Any, shown: Collection[str] = ()) -> None:
-        self._tokenizer, self._shown, self._known = tokenizer, shown, dict[int, TokenPiece]()
+        self.tokenizer, self._shown, self._known = tokenizer, shown, dict[int, TokenPiece]()
         self._prefix: list[int] = tokenizer(PREFIX, add_special_tokens=False)["input_ids"]
         self._num_before = len(self._decoded(self._prefix))
 
@@ -57,7 +60,7 @@ class TokenBytes:
     def piece(self, token: int) -> TokenPiece:
         """Return what a token adds to a text; ids beyond the tokenizer's add nothing."""
         if token not in self._known:
-            name = self._tokenizer.convert_ids_to_tokens(token)
+            name = self.tokenizer.convert_ids_to_tokens(token)
             self._known[token] = TokenPiece(b"", b"", False) if name is None else self._piece(token, name)
         return self._known[token]
 
@@ -87,7 +90,7 @@ class TokenBytes:
         return TokenPiece(own, own, is_shown)
 
     def _decoded(self, ids: list[int], *, skip_special_tokens: bool = False) -> str:
-        text: str = self._tokenizer.decode(
+        text: str = self.tokenizer.decode(
             ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text

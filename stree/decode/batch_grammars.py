@@ -1,0 +1,147 @@
+"""Grammars of a batch: which tokens may follow each node of its trees, as one mask.
+
+A matcher a row takes the tokens that were accepted, and no others.  Below them it follows the paths of a tree, and
+takes back what it took; the masks that the draft model's logits have needed serve the target's.  This is work of the
+host: a step with a grammar reads its tree, and is not captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stree.decode.grammar import CompiledGrammar
+from stree.kernels.step.texts import Seen
+from stree.tree import TokenTree
+
+__all__ = ["BatchGrammars"]
+
+
+class BatchGrammars:
+    """The grammars of a batch, with a row for each sequence.
+
+    Args:
+        batch: rows.
+        vocab_size: of the logits.
+    """
+
+    def __init__(self, batch: int, vocab_size: int) -> None:
+        self._rows: list[_Row | None] = [None] * batch
+        self._vocab_size = vocab_size
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a running sequence has a grammar."""
+        return any(self._rows)
+
+    def empty(self, batch: int) -> BatchGrammars:
+        """Return grammars of another number of rows, none of which has begun."""
+        return BatchGrammars(batch, self._vocab_size)
+
+    def begin(self, row: int, grammar: CompiledGrammar | None, prompt_length: int) -> None:
+        """Use another grammar, or none, for a row, whose prompt has so many tokens."""
+        self._rows[row] = None if grammar is None else _Row(grammar, prompt_length)
+
+    def end(self, row: int) -> None:
+        """Drop the grammar of a row whose sequence has ended."""
+        self._rows[row] = None
+
+    def advance(self, seen: Seen) -> None:
+        """Take the tokens that the texts have now, pending ones included."""
+        if not self.is_active:
+            return
+        lengths = seen.lengths.tolist()
+        for row, (own, length) in enumerate(zip(self._rows, lengths, strict=True)):
+            if own is not None:
+                own.advance(seen.tokens[row, own.length : length + 1].tolist())
+
+    def first(self, rows: Tensor, logits: Tensor) -> Tensor:
+        """Mask float[count, vocab] logits of the first tokens of int64[count] rows."""
+        if not self.is_active:
+            return logits
+        masks = [None if (own := self._rows[row]) is None else own.mask() for row in rows.tolist()]
+        return self._masked(logits[:, None], [{} if mask is None else {0: mask} for mask in masks])[:, 0]
+
+    def __call__(self, lengths: Tensor, tree: TokenTree, logits: Tensor) -> Tensor:
+        """Mask the logits of trees.
+
+        A node that its grammar excludes is left as it is: the target cannot accept it.  So is one that ends its text,
+        for nothing is read of what follows.
+
+        Args:
+            lengths: int64[batch], tokens before the trees' roots.
+            tree: of n nodes; it begins with the last tokens that ``advance`` has taken.
+            logits: float[batch, columns, vocab] of its last columns.
+        """
+        if not self.is_active:
+            return logits
+        first = tree.tokens.shape[1] - logits.shape[1]
+        trees = zip(self._rows, lengths.tolist(), tree.tokens.tolist(), tree.parents.tolist(), strict=True)
+        return self._masked(logits, [{} if own is None else own.masks(first, *each) for own, *each in trees])
+
+    def _masked(self, logits: Tensor, masks: list[dict[int, Any]]) -> Tensor:
+        """Exclude tokens of float[batch, columns, vocab] logits, by the masks of some columns of each row."""
+        allowed = np.full((*logits.shape[:2], -(-self._vocab_size // 8)), 255, np.uint8)
+        for row, own in enumerate(masks):
+            for column, mask in own.items():
+                allowed[row, column] = mask
+        excluded = np.unpackbits(~allowed, axis=-1, count=self._vocab_size, bitorder="little").view(bool)
+        return logits.masked_fill(torch.from_numpy(excluded).to(logits.device), -torch.inf)
+
+
+class _Row:
+    """The grammar of one text.
+
+    Attributes:
+        length: tokens of the text that were accepted, those of the prompt included.
+    """
+
+    def __init__(self, grammar: CompiledGrammar, prompt_length: int) -> None:
+        self._grammar, self._matcher, self.length = grammar, grammar.matcher(), prompt_length
+        self._is_over = False  # tokens stand behind its end, which the host has not seen yet
+        self._path: tuple[int, ...] = ()  # tokens of a tree that the matcher has taken, too
+        self._masks: dict[tuple[int, ...], Any] = {}  # by the tokens behind the text; what drafts have needed
+
+    def advance(self, tokens: list[int]) -> None:
+        """Take tokens of the text."""
+        self._follow(())
+        self._is_over |= self._matcher.try_consume_tokens(tokens) < len(tokens)
+        self.length += len(tokens)
+        self._masks.clear()
+
+    def mask(self, path: tuple[int, ...] = ()) -> Any:
+        """Return what may follow the text and some more tokens, see ``CompiledGrammar.mask``; None if not these."""
+        if path not in self._masks:
+            is_allowed = self._allows(path) and self._follow(path)
+            self._masks[path] = self._grammar.mask(self._matcher) if is_allowed else None
+        return self._masks[path]
+
+    def masks(self, first: int, start: int, tokens: list[int], parents: list[int]) -> dict[int, Any]:
+        """Return the masks of a tree's columns from ``first`` on; its root is token ``start`` of the text."""
+        found, paths = dict[int, Any](), list[tuple[int, ...]]()
+        num_known = self.length - start  # nodes of each path that the text has already
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            is_node = node >= first and (node == 0 or parent >= 0) and len(paths[node]) >= num_known
+            if is_node and (mask := self.mask(paths[node][num_known:])) is not None:
+                found[node - first] = mask
+        return found
+
+    def _allows(self, path: tuple[int, ...]) -> bool:
+        """Whether the mask above a path's end, where it is known, has the last token."""
+        above = self._masks.get(path[:-1]) if path else None
+        if above is None:
+            return not self._is_over and (not path or path[:-1] not in self._masks)
+        return bool(above[path[-1] // 8] >> path[-1] % 8 & 1)
+
+    def _follow(self, path: tuple[int, ...]) -> bool:
+        """Let the matcher stand behind some more tokens; False where the grammar excludes them."""
+        same = next((place for place, pair in enumerate(zip(self._path, path, strict=False)) if pair[0] != pair[1]),
+                    min(len(self._path), len(path)))  # fmt: skip
+        self._matcher.rollback(len(self._path) - same)
+        taken = self._matcher.try_consume_tokens([*path[same:]])
+        self._path = path[: same + taken]
+        return len(self._path) == len(path)

@@ -1,0 +1,254 @@
+"""Grammars in the decode loop: each node by every text that matches, each text as transformers' own generate has it.
+
+Run: python -m pytest tests/decode/test_grammar.py
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from helpers.captured import captured, launched, near_drafter
+from helpers.fast_cases import slow_unless
+from helpers.grammars import END, letters_tokenizer, masked, regular
+from helpers.tiny_models import VOCAB, path_to, random_tree, real_nodes, right_padded, tiny_model
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+import stree
+from stree import Grammar, Sampling, TokenTree
+from stree.decode.logits_processors import TreeProcessing
+from stree.decode.token_rules import TokenRules
+from stree.drafters import FusedDrafter, NoDrafter, SuffixDrafter
+from stree.growth import Calibrated
+from stree.kernels.step.texts import Seen
+
+PATTERNS = ["(ab|c){1,4}a?", "[ab]{2}c{0,3}(ab)?", "a|bc"]
+TOKENIZER = letters_tokenizer()
+assert len(TOKENIZER) < VOCAB, "logits of tokens that the tokenizer does not have are excluded, too"
+
+
+def processing(vocab: int, patterns: Sequence[str | None], prompt_lengths: Sequence[int]) -> TreeProcessing:
+    """Begin a row for each pattern."""
+    found, ends = TreeProcessing.of(None, len(patterns), vocab, torch.device("cpu")), frozenset({END})
+    for row, (pattern, length) in enumerate(zip(patterns, prompt_lengths, strict=True)):
+        grammar = None if pattern is None else Grammar.regex(pattern).compile(TOKENIZER, vocab, ends, ends)
+        found.begin(row, (), TokenRules(), grammar, length)
+    return found
+
+
+def test_every_node_may_be_followed_by_what_its_own_text_allows() -> None:
+    rng, vocab, wrong, checked = random.Random(4), 6, 0, 0
+    patterns, prompts = [PATTERNS[0], None, PATTERNS[1]], [[5, 5], [1], [3, 3, 3]]
+    for new in ([[3], [1], [1, 2]], [[1, 2, 3], [1, 1], [2, 1, 3]]):
+        process = processing(vocab, patterns, [2, 1, 3])
+        texts = [prompt + own for prompt, own in zip(prompts, new, strict=True)]
+        tokens, lengths = right_padded(texts)
+        seen = Seen(torch.cat([tokens, torch.full((3, 4), 4)], 1), lengths - 1, tokens[:, 0])
+        process.advance(seen)
+        for _ in range(6):
+            tree = random_tree(rng, [11, 7, 12], 12)
+            drawn = torch.where(tree.is_padding, 0, tree.tokens % 4)  # some of them letters that may follow
+            drawn[:, 0] = torch.tensor([text[-1] for text in texts])
+            tree, logits = TokenTree(drawn, tree.parents), torch.randn(3, 12, vocab)
+            found, before = process.target(seen, tree, logits), logits.clone()
+            for row, pattern in enumerate(patterns):
+                for node in real_nodes(tree, row):
+                    path = new[row] + tree.tokens[row, path_to(tree, row, node)].tolist()[1:]
+                    expected = logits[row, node]
+                    if pattern is not None:
+                        following = regular(pattern)
+                        is_left = any(token not in following(path[:size]) for size, token in enumerate(path))
+                        allowed = [] if is_left or END in path else following(path)
+                        expected = masked(expected, allowed) if allowed else expected
+                        flat = masked(logits[row, node], regular(pattern)(new[row]))
+                        wrong += node > 0 and not is_left and not torch.equal(flat, expected)
+                        checked += node > 0 and not is_left
+                    assert torch.equal(found[row, node], expected), (row, path)
+            assert torch.equal(logits, before)
+    assert checked > 30 and wrong > 20, "with the root's mask many nodes differ"
+
+
+def test_a_draft_model_s_own_tree_begins_with_the_token_before_the_pending_one() -> None:
+    process, texts = processing(6, [PATTERNS[1]], [2]), torch.tensor([[5, 5, 1, 2, 0, 0]])
+    seen = Seen(texts, torch.tensor([3]), torch.tensor([2]))
+    process.advance(seen)
+    draft = process.draft(seen)
+    assert draft is not None
+    tree = TokenTree(torch.tensor([[1, 2, 3, 1, 2]]), torch.tensor([[-1, 0, 1, 1, 3]], dtype=torch.int32))
+    for columns in (5, 2):
+        logits = torch.randn(1, 5, 6)[:, 5 - columns :]
+        found, following = draft(tree, logits)[0], regular(PATTERNS[1])
+        every: list[list[int] | None] = [None, [1, 2], [1, 2, 3], [1, 2, 1], None]  # the last one ends its text
+        for column, path in enumerate(every[5 - columns :]):
+            expected = logits[0, column] if path is None else masked(logits[0, column], following(path))
+            assert torch.equal(found[column], expected)
+
+
+PROMPTS, NEW = [[5, 6, 7, 8], [3, 4], [9, 9, 2]], 9
+
+
+def expected_text(prompt: list[int], pattern: str | None, limit: int = NEW) -> list[int]:
+    """Return the greedy text of transformers' own generate with a processor that knows every text that matches."""
+    following = None if pattern is None else regular(pattern, most=9)
+
+    def exclude(text: Tensor, logits: Tensor) -> Tensor:
+        new = text[0, len(prompt) :].tolist()
+        return logits if following is None else masked(logits[0], following(new) or [END])[None]
+
+    text: list[int] = tiny_model("bamba").generate(
+        torch.tensor([prompt]), do_sample=False, max_new_tokens=limit, eos_token_id=END, pad_token_id=0,
+        logits_processor=LogitsProcessorList([exclude]),
+    )[0].tolist()  # fmt: skip
+    if following is not None and text[-1] == END and not following(text[len(prompt) : -1]):
+        text.pop()  # nothing else could follow: no token is drawn
+    return text
+
+
+def way(name: str) -> dict[str, Any]:
+    """Return how to draft."""
+    if name in ("none", "suffix"):
+        return {"drafter": NoDrafter() if name == "none" else SuffixDrafter(), "budget": 8}
+    drafter = near_drafter() if name == "model" else FusedDrafter(near_drafter(), SuffixDrafter())
+    return {"drafter": drafter, "growth": Calibrated(3), "budget": 9}
+
+
+def options(patterns: Sequence[str | None], **others: Any) -> dict[str, Any]:
+    """Return options of ``generate``, with a grammar for each prompt."""
+    grammars = [None if pattern is None else Grammar.regex(pattern) for pattern in patterns]
+    return {
+        "grammar": grammars, "tokenizer": TOKENIZER, "max_new_tokens": NEW, "stop_token_ids": [END], **others,
+    }  # fmt: skip
+
+
+MIXED = [PATTERNS[0], None, PATTERNS[1]]
+
+
+@pytest.mark.parametrize(
+    ("drafts", "max_batch"),
+    slow_unless(
+        lambda drafts, max_batch: (drafts, max_batch) == ("model", 2),
+        [(drafts, max_batch) for drafts in ("none", "suffix", "model", "fused") for max_batch in (None, 2, 1)],
+    ),
+)
+def test_greedy_text_is_that_of_transformers(drafts: str, max_batch: int | None) -> None:
+    expected = [expected_text(prompt, pattern) for prompt, pattern in zip(PROMPTS, MIXED, strict=True)]
+    out = stree.generate(launched(), PROMPTS, **way(drafts), **options(MIXED), max_batch=max_batch)
+    assert out.sequences == expected
+    assert out.sequences[0] != expected_text(PROMPTS[0], None), "the grammar changes the text"
+    reasons = ["stop" if len(new) < NEW or new[-1] == END else "length" for new in out.new_tokens]
+    assert out.stats["finish_reasons"] == reasons
+
+
+@pytest.mark.parametrize("drafts", slow_unless(lambda name: name == "suffix", ["suffix", "model", "fused"]))
+def test_sampled_text_under_match_is_that_of_plain_decoding(drafts: str) -> None:
+    patterns = [PATTERNS[0], PATTERNS[2], None]
+    same = options(patterns, sampling=Sampling(1.5), presence_penalty=0.5)
+    plain = stree.generate(launched(), PROMPTS, NoDrafter(), **same).sequences
+    for max_batch in (None, 2):
+        found = stree.generate(launched(), PROMPTS, **way(drafts), verifier="match", max_batch=max_batch, **same)
+        assert found.sequences == plain
+
+
+def test_a_draft_model_follows_the_grammar_of_the_target() -> None:
+    given: dict[str, Any] = {"grammar": Grammar.regex("[abc]{20}"), "tokenizer": TOKENIZER, "sampling": Sampling(1.0)}
+    out = stree.generate(launched(), PROMPTS[:1], launched(), growth="chain:4", max_new_tokens=20, **given)
+    assert out.stats["tau"] == 5 and set(out.new_tokens[0]) <= {1, 2, 3}, "what the same model drafts is accepted"
+
+
+@pytest.mark.parametrize("stops", [[END], []])
+def test_a_text_that_nothing_can_follow_ends_without_a_stop_token(stops: list[int]) -> None:
+    out = stree.generate(launched(), PROMPTS, **way("model"), **options(["cab", "ab", "b"], stop_token_ids=stops))
+    assert out.new_tokens == [[3, 1, 2], [1, 2], [2]] and set(out.stats["finish_reasons"]) == {"stop"}
+
+
+def test_a_text_that_is_whole_goes_on_where_no_stop_token_is_wanted() -> None:
+    given: dict[str, Any] = {"grammar": Grammar.regex("(ab)+"), "tokenizer": TOKENIZER, "max_new_tokens": 6}
+    bias = {END: 100.0}
+    out = stree.generate(launched(), PROMPTS[:1], stop_token_ids=[], logit_bias=bias, **given)
+    assert out.new_tokens[0] == [1, 2] * 3 and out.stats["finish_reasons"] == ["length"]
+    out = stree.generate(launched(), PROMPTS[:1], stop_token_ids=[END], logit_bias=bias, **given)
+    assert out.new_tokens[0] == [1, 2, END]
+    out = stree.generate(launched(), PROMPTS[:1], stop_token_ids=[2], logit_bias=bias, **given)
+    assert out.new_tokens[0] == [1, 2], "a letter that stops is no end of the text for the grammar"
+
+
+def test_a_stream_and_choices_and_lark() -> None:
+    given: dict[str, Any] = {"tokenizer": TOKENIZER, "max_new_tokens": 9, "stop_token_ids": [END]}
+    stream = stree.stream(launched(), PROMPTS[0], grammar=Grammar.choice(["bab", "bac"]), **given)
+    assert [*stream] in ([2, 1, 2], [2, 1, 3])
+    pairs = Grammar.lark('start: "c" | "a" start "b"')
+    for prompt in PROMPTS:
+        new = stree.generate(launched(), [prompt], grammar=pairs, sampling=Sampling(1.0), **given).new_tokens[0]
+        count = new.index(3) if 3 in new else len(new)
+        assert new == [1] * count + ([3] + [2] * count)[: 9 - count]
+    ebnf = stree.generate(launched(), PROMPTS[:1], grammar=Grammar.lark('root ::= "ba" "b"'), **given)
+    assert ebnf.new_tokens == [[2, 1, 2]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", ["suffix", "model", "fused"])
+def test_captured_steps_are_launched_for_a_grammar_and_replayed_after_it(
+    drafts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [stree.generate(launched(), PROMPTS, **way(drafts), **options(own)) for own in ([None] * 3, MIXED)]
+    lm, replays = captured(monkeypatch), []
+    for which in (0, 0, 1, 0, 0):
+        found = stree.generate(lm, PROMPTS, **way(drafts), **options(([None] * 3, MIXED)[which]))
+        assert found.sequences == expected[which].sequences
+        replays.append(found.stats["graphs"]["replays"])
+    assert replays[4] > replays[2], "a grammar's steps are not replayed while it runs"
+
+
+BYTES, NUMBERS, ONE, TEXT = (cast(Any, value) for value in (b"a", [1], 1, "a+"))
+SCHEMA = Grammar.json_schema({"type": "integer"})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Grammar.regex("[a"), "regex cannot be read: .*unclosed character class"),
+        (lambda: Grammar.regex("(?=a)b"), "regex cannot be read: .*look-around"),
+        (lambda: Grammar.regex(BYTES), "regex must be a string, got b'a'"),
+        (lambda: Grammar.regex("a" * 2_000_000), "regex must have at most 1048576 characters, got 2000000"),
+        (lambda: Grammar.regex("\ud800"), "regex cannot be read: .*surrogates not allowed"),
+        (lambda: Grammar.choice([]), r"choice must be a list of at least one string, got \[\]"),
+        (lambda: Grammar.choice(["a", ""]), "choice must hold strings that are not empty, got ''"),
+        (lambda: Grammar.choice("ab"), "choice must be a list of at least one string, got 'ab'"),
+        (lambda: Grammar.lark('begin: "a"'), "lark cannot be read: no start rule found"),
+        (lambda: Grammar.lark('root ::= "a" |)'), "lark cannot be read: "),
+        (lambda: Grammar.json_schema("{"), "json_schema is not JSON"),
+        (lambda: Grammar.json_schema(NUMBERS), r"json_schema must be an object or its JSON, got \[1\]"),
+        (lambda: Grammar.json_schema({"type": "text"}), "json_schema cannot be read: Invalid type: text"),
+        (lambda: Grammar.json_schema({"a": {1}}), "json_schema must be made of JSON's types"),
+        (lambda: Grammar.json_schema({"type": "array", "uniqueItems": True}), "Unimplemented keys: ..uniqueItems"),
+        (lambda: Grammar.json_schema({"minimum": 3, "maximum": 1, "type": "integer"}), "Unsatisfiable schema"),
+        (lambda: Grammar.json_schema({}, whitespace=ONE), "whitespace must be True or False, got 1"),
+        (lambda: stree.generate(launched(), PROMPTS, grammar=TEXT), "grammar must be an object such as"),
+        (lambda: stree.generate(launched(), PROMPTS, grammar=SCHEMA), "grammar needs tokenizer=, a fast .* got none"),
+        (lambda: stree.generate(launched(), PROMPTS, **options(PATTERNS[:2])), "grammar must be one for all prompts"),
+        (lambda: stree.generate(launched(), PROMPTS, **options([""] * 3)), "grammar allows no text"),
+        (
+            lambda: stree.generate(launched(), PROMPTS, near_drafter(), overlap=True, **options(PATTERNS)),
+            "overlap takes no logits_processor, grammar",
+        ),
+        (
+            lambda: stree.generate(launched(), PROMPTS, **options(PATTERNS, allowed_token_ids=[2])),
+            r"the target, or its grammar, leaves no token to draw in rows \[",
+        ),
+        (lambda: Grammar.regex("a").compile(letters_tokenizer(), 3, frozenset(), frozenset()), "vocab size too small"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(make: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError, stree.GenerationError), match=message):
+        make()
+
+
+def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(RuntimeError, match=r"grammars need the package llguidance: pip install 'stree\[grammar\]'"):
+        Grammar.regex("a")
