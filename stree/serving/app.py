@@ -40,7 +40,7 @@ def create_app(
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, requests=app.state.requests)
     api = OpenAIAPI(engine, tokenizer, model)
     _add_reports(app, api, engine)
-    add_page(app, api, engine)
+    add_page(app, api, engine, needs_key=api_key is not None)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
