@@ -69,11 +69,13 @@ def steps_json(
     prompt: Sequence[int], new: Sequence[int], trees: Sequence[StepRecord], token_bytes: TokenBytes
 ) -> list[dict[str, Any]]:
     """Write all steps of a text that ``generate`` has returned, the token after the prompt first."""
-    text, steps, place = IncrementalText(token_bytes, prompt), [], 0
-    for number, tree in enumerate([None, *trees]):
-        ids = new[place : place + (1 if tree is None else len(tree.emitted))]
-        place += len(ids)
-        steps.append(step_json(ids, text.push(ids, is_last=number == len(trees)), tree, token_bytes))
+    text, steps, place = IncrementalText(token_bytes, prompt), list[dict[str, Any]](), 0
+    for tree in (None, *trees):
+        if ids := new[place : place + (1 if tree is None else len(tree.emitted))]:
+            place += len(ids)
+            steps.append(step_json(ids, text.push(ids), tree, token_bytes))
+    if steps:
+        steps[-1]["text"] += text.push([], is_last=True)
     return steps
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import fields
 from typing import Any
 
 import anyio.to_thread
@@ -62,18 +61,10 @@ def _settings(engine: Engine) -> dict[str, Any]:
     # Retrieved nodes are not drawn: under "auto" they are verified by MATCH.
     is_match = rule == "match" or (rule == "auto" and not drafter.uses_growth)
     return {
-        "drafter": type(drafter).__name__, "growth": _shape(growth) if drafter.uses_growth else None, "verifier": rule,
+        "drafter": type(drafter).__name__, "growth": str(growth) if drafter.uses_growth else None, "verifier": rule,
         "budget": settings.budget, "max_length": engine.max_length,
         "is_match": is_match or isinstance(drafter, NoDrafter),
     }  # fmt: skip
-
-
-def _shape(growth: Any) -> str:
-    """Name a growth with the arguments that are not its defaults."""
-    given = {each.name: getattr(growth, each.name) for each in fields(growth) if each.name != "sampling"}
-    defaults = {each.name: each.default for each in fields(growth)}
-    own = ", ".join(f"{name}={value}" for name, value in given.items() if value != defaults[name])
-    return f"{type(growth).__name__}({own})"
 
 
 async def _events(choice: Choice, api: OpenAIAPI, engine: Engine) -> AsyncIterator[str]:

@@ -26,9 +26,14 @@ function fillForm() {
   }
 }
 
+// Leaves out of a growth's description what is not set.
+function short(growth) {
+  return growth.replace(/sampling=Sampling\(.*?\)(, )?/, "").replace(/(, )?\b\w+=None/g, "").replace("(, ", "(");
+}
+
 function startedWith({model, drafter, growth, budget, verifier}) {
   const size = budget === "auto" ? "tree sizes chosen by goodput" : budget === 1 ? "no trees" : `at most ${budget} nodes a step`;
-  return `Model ${model}; drafter ${drafter}${growth ? `, growth ${growth}` : ""}; ${size}; verifier ${verifier}.`;
+  return `Model ${model}; drafter ${drafter}${growth ? `, growth ${short(growth)}` : ""}; ${size}; verifier ${verifier}.`;
 }
 
 async function generate(event) {
@@ -103,10 +108,11 @@ function read(run, text) {
   addStep(run, event);
 }
 
-function showFile({settings, steps, figures, about}) {
+function showFile({settings, steps, figures}) {
   for (const hidden of ["form", "plain-column"]) $(hidden).hidden = true;
   for (const line of $("figures").rows) line.cells[2]?.remove();
-  $("about").textContent = about;
+  const told = Object.entries(settings).filter(([name, value]) => name !== "prompt" && value != null);
+  $("about").textContent = told.map(([name, value]) => `${name} ${name === "growth" ? short(value) : value}`).join(", ");
   $("results").hidden = false;
   const run = begin("trees", settings);
   for (const step of steps) addStep(run, step);

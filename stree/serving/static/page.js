@@ -3,11 +3,11 @@
 
 const $ = id => document.getElementById(id);
 const data = JSON.parse($("data").textContent), form = $("form");
-const FRAME_ROOM = 3; // pixels from its end at which a text still follows what is written
+const END_ROOM = 3; // pixels from its end at which a text still follows what is written
 let runs = {}, shown = null, follows = true, abort = null, isDue = false;
 
 function newRun(name, settings) {
-  return {name, settings, steps: [], tokens: 0, rounds: 0, emitted: 0, drafted: [], accepted: [], isShared: false};
+  return {name, settings, steps: [], words: [], tokens: 0, rounds: 0, emitted: 0, drafted: [], accepted: [], isShared: false};
 }
 
 function addStep(run, {text, ids, tree, prefill_s, decode_s, is_shared, finish_reason}) {
@@ -57,16 +57,16 @@ function update() {
 }
 
 function writeText(run) {
-  const box = $(run.name), isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < FRAME_ROOM;
-  run.written ??= 0;
-  if (run.written === run.steps.length && run.last?.textContent === run.steps.at(-1)?.text) return;
-  if (run.last) run.last.textContent = run.steps[run.written - 1].text;
-  const made = document.createDocumentFragment();
-  for (; run.written < run.steps.length; run.written++) {
-    run.last = document.createElement("span");
-    run.last.textContent = run.steps[run.written].text;
-    run.last.dataset.step = run.written;
-    made.append(run.last);
+  const {words} = run, last = words.at(-1), made = document.createDocumentFragment();
+  if (words.length === run.steps.length && (!last || last.textContent === run.steps.at(-1).text)) return;
+  const box = $(run.name), isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < END_ROOM;
+  if (last) last.textContent = run.steps[words.length - 1].text;
+  while (words.length < run.steps.length) {
+    const word = document.createElement("span");
+    word.textContent = run.steps[words.length].text;
+    word.dataset.step = words.length;
+    words.push(word);
+    made.append(word);
   }
   box.append(made);
   if (isAtEnd && !run.finish_reason) box.scrollTop = box.scrollHeight;
@@ -131,16 +131,14 @@ function showStep() {
   slider.value = step;
   if (shown.drawn !== step) {
     document.querySelector("pre .current")?.classList.remove("current");
-    const word = $(run.name).querySelector(`[data-step="${step}"]`);
-    word?.classList.add("current");
-    if (word && !follows) reveal(word);
+    run.words[step].classList.add("current");
+    if (!follows) reveal(run.words[step]);
     $("node").textContent = "Point at a node to read about it.";
+    const box = $("tree").parentElement;
+    $("tree").toggleAttribute("hidden", !tree);
     if (tree) {
-      const x = drawTree($("tree"), tree, `Token tree of step ${step}`), box = $("tree").parentElement;
-      box.scrollLeft = x - box.clientWidth / 2;
+      box.scrollLeft = drawTree($("tree"), tree, `Token tree of step ${step}`) - box.clientWidth / 2;
     } else {
-      $("tree").replaceChildren();
-      $("tree").setAttribute("aria-label", "No tree");
       $("node").textContent = "The first token comes from the pass over the prompt: it has no tree.";
     }
     $("save-svg").setAttribute("aria-disabled", !tree);
