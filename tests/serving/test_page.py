@@ -83,14 +83,32 @@ def test_fields_out_of_range_are_named(served: Served, field: dict[str, Any]) ->
     assert response.status_code == 400 and next(iter(field)) in json.dumps(response.json()["error"])
 
 
-def test_a_cold_engine_is_warmed_up_before_the_first_text() -> None:
+def test_a_text_that_shared_its_steps_says_so(served: Served) -> None:
+    other = served.engine.submit([1, 2, 3], max_new_tokens=200, ignore_eos=True)
+    try:
+        assert events_of(served, max_tokens=4)[-1]["is_shared"]
+    finally:
+        other.cancel()
+        other.result()
+
+
+def test_a_cold_engine_is_warmed_up_before_the_first_text_and_an_error_ends_the_stream() -> None:
+    steps = list[str]()
     lm, tokenizer = stree.TreeLM.from_pretrained(ASSETS / "target"), load_tokenizer(str(ASSETS / "target"))
-    with stree.Engine(lm, max_length=64) as engine:
+
+    def fail() -> None:
+        if steps and (message := steps.pop()):
+            raise RuntimeError(message)
+
+    with stree.Engine(lm, max_length=64, before_step=fail) as engine:
         client = TestClient(create_app(engine, tokenizer, "tiny"))
         assert '"needs_key": false' in client.get("/").text
         for number in (3, 4):
             assert client.post("/demo/stream", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
             assert engine.stats["ended"] == number
+        steps += ["a broken device", "", "", ""]
+        events = client.post("/demo/stream", json={"prompt": PROMPT, "max_tokens": 40}).text.split("\n\n")
+        assert '"ids"' in events[0] and "a broken device" in events[-3] and events[-2] == "data: [DONE]"
     assert client.post("/demo/stream", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 503
 
 
