@@ -10,10 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stree.cli.generation_report import report_of, summary
+from stree.cli.generation_report import report_of, summary, write_page
 from stree.cli.importing import import_models, without_collection
 from stree.cli.options import add_command, add_generation
 from stree.cli.progress import Progress, TextPrinter
+from stree.files import check_file
 from stree.inputs import load_tokenizer, locate, stop_tokens, tokenizer_fingerprint
 
 __all__ = ["add_generate", "drafting_options", "generation_options", "prepare"]
@@ -27,11 +28,15 @@ def add_generate(commands: Any) -> None:
     add_generation(command)
     command.add_argument("--tp", action="store_true", help="shard the target over the processes of torchrun")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows the trees of all steps")
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Run ``stree generate``."""
     options = generation_options(arguments)
+    if arguments.html is not None:
+        check_file(arguments.html)
+        options["return_steps"] = True
     prompt = _prompt(arguments)
     tokenizer, load = prepare(arguments)
     prompt_ids = _encode(arguments, tokenizer, prompt)
@@ -50,6 +55,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     if prints and output.sequences:  # none where it was interrupted while step times were profiled
         report = report_of(arguments, output, tokenizer, lm, warm_up_s)
         print(json.dumps(report) if arguments.json else summary(report), file=None if arguments.json else sys.stderr)
+        if arguments.html is not None:
+            write_page(arguments, output, tokenizer, report)
     return status
 
 

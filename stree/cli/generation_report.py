@@ -1,11 +1,13 @@
-"""What ``stree generate`` reports of a text: one JSON document, or two lines."""
+"""What ``stree generate`` reports of a text: one JSON document, or two lines; and a page that shows its trees."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-__all__ = ["report_of", "summary"]
+from stree.files import replacing
+
+__all__ = ["report_of", "summary", "write_page"]
 
 
 def report_of(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any, warm_up_s: float) -> dict[str, Any]:
@@ -41,3 +43,23 @@ def summary(report: dict[str, Any]) -> str:
         f"{report['tokens_per_s']:.0f} tokens/s ({report['finish_reason']})\nseconds: {parts}; "
         f"warm-up before the text {report['warm_up_s']:.2f}"
     )
+
+
+def write_page(arguments: argparse.Namespace, output: Any, tokenizer: Any, report: dict[str, Any]) -> None:
+    """Write the page of a text whose steps were kept, at ``--html``; it needs no server."""
+    from stree.decode.stop_strings import TokenBytes
+    from stree.serving.document import page_document, steps_json
+
+    prompt, new = output.sequences[0][: report["num_prompt_tokens"]], output.new_tokens[0]
+    asked = {name: getattr(arguments, name) for name in ("target", "drafter", "temperature", "top_k", "top_p", "seed")}
+    ran = {name: report[name] for name in ("growth", "budget", "verifier", "device", "dtype")}
+    data = {
+        "settings": {"prompt": tokenizer.decode(prompt), **asked, **ran},
+        "steps": steps_json(prompt, new, output.steps[0], TokenBytes(tokenizer)),
+        "figures": {
+            "prefill_s": report["prefill_s"], "decode_s": report["total_s"] - report["prefill_s"],
+            "finish_reason": report["finish_reason"],
+        },
+    }  # fmt: skip
+    with replacing(arguments.html) as path:
+        path.write_text(page_document({"trees": data})[0], encoding="utf-8")

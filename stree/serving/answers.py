@@ -10,10 +10,11 @@ from typing import Any
 from stree.decode.logprobs import TokenLogprob
 from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText, TextToken
+from stree.serving.document import token_name
 from stree.serving.errors import APIError
 from stree.serving.handle import RequestHandle
 
-__all__ = ["Choice", "Piece", "acceptance", "chat_logprobs", "completion_logprobs", "merged", "token_name", "usage"]
+__all__ = ["Choice", "Piece", "acceptance", "chat_logprobs", "completion_logprobs", "merged", "usage"]
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -161,16 +162,6 @@ def chat_logprobs(piece: Piece, token_bytes: TokenBytes) -> dict[str, Any]:
         top = [one(*other, place.is_first) for other in found.top]
         content.append({**one(found.token, found.logprob, place.is_first), "top_logprobs": top})
     return {"content": content, "refusal": None}
-
-
-def token_name(token_bytes: TokenBytes, token: int, *, is_first: bool = False, mark: str = "") -> str:
-    """Return what a token adds to a text; of a part of a character, a mark and its bytes, as OpenAI writes them."""
-    piece = token_bytes.piece(token)
-    own = piece.first if is_first or not piece.is_shown else piece.later
-    try:
-        return own.decode()
-    except UnicodeDecodeError:
-        return mark + own.decode(errors="backslashreplace")
 
 
 def _finite(logprob: float) -> float:

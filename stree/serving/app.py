@@ -47,7 +47,7 @@ def create_app(
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
     api = OpenAIAPI(engine, tokenizer, model, has_metrics=has_metrics)
     _add_reports(app, api, engine)
-    add_page(app, api, engine)
+    add_page(app, api, engine, needs_key=api_key is not None)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -61,6 +61,7 @@ class Engine:
         before_step: called by the engine's thread before every step, or None; its errors end the engine.
 
     Attributes:
+        settings: drafter, growth, budget and verifier.
         problem: why no request is taken any more, or None.
         totals: sums over all requests, and who is told of every step.
 
@@ -78,9 +79,9 @@ class Engine:
         check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
         self.lm, self.max_batch, self.max_length, self.max_queue = lm, max_batch, max_length, max_queue
         growth, budget = sized_growth(growth, budget, "auto")
-        self._settings = Settings(lm, drafter, growth=growth, budget=budget, verifier=verifier)
-        self._drafter = self._settings.drafter
-        self._batch = RunningBatch(self._settings, max_batch, max_length, self._is_cancelled, self._record)
+        self.settings = Settings(lm, drafter, growth=growth, budget=budget, verifier=verifier)
+        self._drafter = self.settings.drafter
+        self._batch = RunningBatch(self.settings, max_batch, max_length, self._is_cancelled, self._record)
         extent = self._batch.extent
         self._chunk = int(prefill_chunk or default_chunk(lm, self._drafter, extent))
         check_memory(lm, self._drafter, replace(extent, chunk=self._chunk))
@@ -88,10 +89,9 @@ class Engine:
         self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()
         self._handles: dict[Request, RequestHandle] = {}  # of the running sequences
-        self.totals = Totals()
         self.problem: str | None = None
         self._closing: float | None = None  # when the last requests are cancelled
-        self._changed = threading.Condition()
+        self.totals, self._changed = Totals(), threading.Condition()
         self._thread = threading.Thread(target=self._run, name="stree engine", daemon=True)
         self._thread.start()
 
@@ -99,7 +99,7 @@ class Engine:
         self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, seed: int = 0,
-        budget: int | None = None, trees: bool = False, **rules: Any,
+        budget: int | None = None, trees: bool = False, cache: bool = True, **rules: Any,
     ) -> RequestHandle:  # fmt: skip
         """Take a request, from any thread; parameters are those of ``generate``.
 
@@ -115,6 +115,7 @@ class Engine:
             seed: of its random numbers.
             budget: most nodes of its trees, at most the engine's; 1 decodes plainly.
             trees: give the trees of its steps.
+            cache: start from the states of earlier texts, and keep its own.
             rules: bias, penalties, allowed tokens and bad words, under the names of ``generate``.
 
         Raises:
@@ -122,13 +123,13 @@ class Engine:
             QueueFull: too many requests wait.
             RuntimeError: the engine is closed, or its thread has ended by an error.
         """
-        handle = RequestHandle(self.totals)
+        handle = RequestHandle(self.totals, self._cache if cache else PrefixCache(0))
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
             streamer=handle, budget=budget, return_steps=trees, **check_names(rules),
         ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
-        self._settings.check_request(request)
+        self.settings.check_request(request)
         if len(request.stop_token_ids) > MOST_STOPS:
             raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {len(request.stop_token_ids)}")
         handle.start(request)
@@ -228,7 +229,7 @@ class Engine:
                     self._waiting.appendleft((handle, request))
                 return None
             handle.note("started")
-            prefill = Prefill(self.lm, request.prompt, self._batch.new_row(), self._drafter.hidden_layers, self._cache)
+            prefill = Prefill(self.lm, request.prompt, self._batch.new_row(), self._drafter.hidden_layers, handle.cache)
         except Exception as error:
             return handle.finish("error", error)
         handle.num_cached, handle.cache_epoch = prefill.num_cached, prefill.epoch
@@ -255,7 +256,7 @@ class Engine:
         """Let a prefilled request run, and emit its first token."""
         with self._changed:
             self._handles[request] = handle
-        queried = len(request.prompt) if self._cache.max_bytes else 0
+        queried = len(request.prompt) if handle.cache.max_bytes else 0
         self.totals.prompt(len(request.prompt), queried, handle.num_cached)
         handle.sequence = self._batch.add(request)
         self._batch.join(handle.sequence, prefilled)
@@ -270,10 +271,10 @@ class Engine:
             handles = [self._handles.pop(sequence.request) for sequence in ended]
         for sequence, handle in zip(ended, handles, strict=True):
             handle.finish(sequence.reason or "error")
-        if self._cache.max_bytes and self._drafter.hidden_layers is None:
+        if self._drafter.hidden_layers is None:
             for sequence, handle in zip(ended, handles, strict=True):
-                if kept := self._batch.state_after(sequence):
-                    self._cache.put(KeptPrefix(*kept, None, None), handle.cache_epoch)
+                if handle.cache.max_bytes and (kept := self._batch.state_after(sequence)):
+                    handle.cache.put(KeptPrefix(*kept, None, None), handle.cache_epoch)
         self._batch.leave(is_idle=self._prefill is None)
 
     def _fail(self, error: Exception) -> None:

@@ -16,7 +16,7 @@ __all__ = ["Guard", "OpenRequests"]
 
 logger = logging.getLogger("stree")
 
-OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/", "/openapi.json"}
+OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/", "/favicon.ico", "/openapi.json"}
 ID_HEADER, LONGEST_ID = b"x-request-id", 128
 LEFT = 499  # in the log: the client has left before an answer
 LAST_EVENT_S = 1.0  # that a client has to read the end of its stream

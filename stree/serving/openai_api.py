@@ -26,6 +26,7 @@ from stree.serving.metrics import Metrics
 from stree.serving.protocol import (
     ChatRequest,
     CompletionRequest,
+    DemoRequest,
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
@@ -136,10 +137,10 @@ class OpenAIAPI:
             raise APIError(400, f"tokens must be from 0 to {most - 1}", param="tokens")
         return {"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens)}
 
-    async def submit_text(self, prompt: str, limit: int, temperature: float) -> Choice:
-        """Submit a text whose steps have their trees."""
-        body = CompletionRequest(model=self._model, prompt=prompt, max_tokens=limit, temperature=temperature)
-        return (await self._submit(body, [prompt], trees=True))[0]
+    async def submit_demo(self, body: DemoRequest) -> Choice:
+        """Submit a text whose steps have their trees, and whose prompt runs whole, so that its time is comparable."""
+        request = CompletionRequest(model=self._model, **body.model_dump())
+        return (await self._submit(request, [body.prompt], trees=True, cache=False))[0]
 
     def _check(self, body: GenerationRequest | TokenizeRequest) -> None:
         self.check_model(body.model)
@@ -151,7 +152,7 @@ class OpenAIAPI:
         }  # fmt: skip
 
     async def _submit(
-        self, body: GenerationRequest, prompts: Sequence[str | list[int]], *, trees: bool = False
+        self, body: GenerationRequest, prompts: Sequence[str | list[int]], **options: bool
     ) -> list[Choice]:
         """Submit all texts of a request, or none; a prompt is tokenised when those before it are in the queue."""
         choices: list[Choice] = []
@@ -162,7 +163,7 @@ class OpenAIAPI:
             for each in prompts:
                 prompt = await self._encoder.text(each) if isinstance(each, str) else each
                 for number in range(body.n or 1):
-                    handle = await asyncio.to_thread(self._submit_one, body, prompt, seed + number, trees)
+                    handle = await asyncio.to_thread(self._submit_one, body, prompt, seed + number, options)
                     text = IncrementalText(token_bytes, prompt, body.stops)
                     choices.append(Choice(len(choices), handle, text))
         except BaseException:
@@ -171,7 +172,7 @@ class OpenAIAPI:
             raise
         return choices
 
-    def _submit_one(self, body: Any, prompt: list[int], seed: int, trees: bool) -> RequestHandle:
+    def _submit_one(self, body: Any, prompt: list[int], seed: int, options: dict[str, bool]) -> RequestHandle:
         most = self._engine.max_length
         if not prompt:
             raise APIError(400, "the prompt is empty; give at least one token", param="prompt")
@@ -189,8 +190,8 @@ class OpenAIAPI:
             return self._engine.submit(
                 prompt, sampling=body.sampling, max_new_tokens=limit,
                 stop_token_ids={*ends, *(body.stop_token_ids or ())}, stop_strings=body.stops,
-                tokenizer=self.token_bytes, logprobs=body.top_logprobs_wanted, seed=seed, trees=trees,
-                budget=body.budget, **rules,
+                tokenizer=self.token_bytes, logprobs=body.top_logprobs_wanted, seed=seed,
+                budget=body.budget, **options, **rules,
             )  # fmt: skip
         except QueueFull as error:
             raise APIError(429, str(error), headers={"Retry-After": "1"}) from error

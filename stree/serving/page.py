@@ -1,81 +1,95 @@
-"""The page at /: a text box that streams, the tree of every step, and the speed beside plain decoding."""
+"""The page at /: a form whose text streams beside plain decoding's, and the tree of every step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
-from anyio import CapacityLimiter
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from stree.decode.step_records import StepRecord
-from stree.decode.stop_strings import TokenBytes
 from stree.drafters import NoDrafter
-from stree.generation import generate
-from stree.serving.answers import Choice, token_name
+from stree.serving.answers import Choice
+from stree.serving.document import page_document, step_json
 from stree.serving.engine import Engine
+from stree.serving.errors import APIError, error_event
+from stree.serving.first_requests import run_first_requests
 from stree.serving.openai_api import OpenAIAPI, event
 from stree.serving.protocol import DemoRequest
+from stree.verify import name_of
 
 __all__ = ["add_page"]
 
-PLAIN_TOKENS = 24  # that plain decoding writes to be timed
+HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
-def add_page(app: FastAPI, api: OpenAIAPI, engine: Engine) -> None:
+def add_page(app: FastAPI, api: OpenAIAPI, engine: Engine, *, needs_key: bool) -> None:
     """Add the page, and POST /demo/stream, from which it reads.
 
     Args:
         app: of the server.
         api: submits texts.
-        engine: whose target is timed.
+        engine: decodes them.
+        needs_key: whether requests need a key, for which the page then has a field.
     """
-    timing = CapacityLimiter(1)  # plain decoding of one page at once
-    html = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    html, policy = page_document({"server": {"model": api.card["id"], "needs_key": needs_key, **_settings(engine)}})
+    headers = {**HEADERS, "Content-Security-Policy": f"{policy}; frame-ancestors 'none'"}
 
     @app.get("/", response_class=HTMLResponse)
-    async def page() -> str:
-        return html
+    async def page() -> HTMLResponse:
+        return HTMLResponse(html, headers=headers)
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:  # the page has one of its own
+        return Response(status_code=204)
 
     @app.post("/demo/stream", response_model=None)
     async def stream(body: DemoRequest) -> Any:
-        choice = await api.submit_text(body.prompt, body.max_tokens, body.temperature)
-        return StreamingResponse(_events(choice, engine, api.token_bytes, timing), media_type="text/event-stream")
+        if engine.problem is None and not engine.stats["ended"]:  # no time that is shown has a first call's costs
+            await anyio.to_thread.run_sync(run_first_requests, engine)
+        events = _events(await api.submit_demo(body), api, engine)
+        return StreamingResponse(events, media_type="text/event-stream", headers=HEADERS)
 
 
-async def _events(
-    choice: Choice, engine: Engine, token_bytes: TokenBytes, timing: CapacityLimiter
-) -> AsyncIterator[str]:
-    """Yield an event a step, with its piece of text, tokens and seconds so far, and its tree; then plain's speed."""
-    handle, began = choice.handle, time.perf_counter()
+def _settings(engine: Engine) -> dict[str, Any]:
+    """Describe how the engine drafts and verifies."""
+    settings = engine.settings
+    drafter, growth = settings.drafter, settings.growth or settings.drafter.default_growth
+    rule = name_of(settings.verifier)
+    # Retrieved nodes are not drawn: under "auto" they are verified by MATCH.
+    is_match = rule == "match" or (rule == "auto" and not drafter.uses_growth)
+    return {
+        "drafter": type(drafter).__name__, "growth": str(growth) if drafter.uses_growth else None, "verifier": rule,
+        "budget": settings.budget, "max_length": engine.max_length,
+        "is_match": is_match or isinstance(drafter, NoDrafter),
+    }  # fmt: skip
 
-    def state(piece: str) -> dict[str, Any]:
-        return {"text": piece, "tokens": len(handle.tokens), "seconds": time.perf_counter() - began}
+
+async def _events(choice: Choice, api: OpenAIAPI, engine: Engine) -> AsyncIterator[str]:
+    """Yield an event a step, with its text, tokens and tree and the seconds so far; then how the text has ended."""
+    handle, is_shared = choice.handle, False
+
+    def times() -> dict[str, Any]:
+        stats, spent = handle.stats, time.perf_counter() - began
+        prefill_s = stats["first_token_s"] - stats["queue_s"]
+        total_s = spent if stats["total_s"] is None else stats["total_s"] - stats["first_token_s"]
+        return {"prefill_s": prefill_s, "decode_s": total_s, "is_shared": is_shared}
 
     try:
+        began = 0.0
         async for step in handle:
-            tree = None if step.tree is None else _named(step.tree, token_bytes)
-            yield event({**state(choice.text.push(step.tokens)), "tree": tree})
-        yield event(state(choice.text.push([], is_last=True)))
-        plain = await anyio.to_thread.run_sync(_plain_speed, engine, handle.prompt, limiter=timing)
-        yield event({"plain": plain})
+            began = began or time.perf_counter()
+            now = engine.stats
+            is_shared |= now["running"] + now["waiting"] > 1
+            piece = choice.text.push(step.tokens)
+            yield event({**step_json(step.tokens, piece, step.tree, api.token_bytes), **times()})
+        if handle.finish_reason == "cancelled":
+            yield error_event(APIError(503, "the request was cancelled: the server stops"))
+            return
+        yield event({"text": choice.text.push([], is_last=True), "finish_reason": handle.finish_reason, **times()})
+    except RuntimeError as error:
+        yield error_event(APIError(500, str(error)))
     finally:
         handle.cancel()
-
-
-def _named(tree: StepRecord, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Give the nodes their text."""
-    names = [token_name(token_bytes, token) for token in tree.tokens]
-    return {"tokens": names, "parents": tree.parents, "path": tree.path}
-
-
-def _plain_speed(engine: Engine, prompt: list[int]) -> float:
-    """Time plain decoding of the same prompt: tokens a second, prefill apart."""
-    count = min(PLAIN_TOKENS, engine.max_length - len(prompt))
-    stats = generate(engine.lm, [prompt], NoDrafter(), max_new_tokens=count, ignore_eos=True).stats
-    speed: float = (stats["num_new_tokens"][0] - 1) / max(stats["total_s"] - stats["prefill_s"], 1e-9)
-    return speed

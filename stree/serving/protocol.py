@@ -238,3 +238,7 @@ class DemoRequest(BaseModel):
     prompt: str = Field(min_length=1)
     max_tokens: int = Field(128, ge=1)
     temperature: float = Field(0.0, ge=0, le=2)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    seed: int = Field(0, ge=-(1 << 63), lt=1 << 64)
+    budget: int | None = Field(default=None, ge=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +177,18 @@ def test_a_checkpoint_s_code_is_not_run_unasked(tmp_path: Path, capsys: pytest.C
     arguments = ["generate", "a", "--target", str(tmp_path)]
     assert "would execute code of its own" in error_of(capsys, *arguments)
     assert "the code ran" in error_of(capsys, *arguments, "--trust-remote-code")
+
+
+def test_html_is_a_page_of_the_same_text(target: str, drafter: str, tmp_path: Path, capsys: Any) -> None:
+    models = ("--target", target, "--drafter", drafter)
+    report = run_json(capsys, *PROMPT, *models, "--html", str(tmp_path / "page.html"))
+    assert report["token_ids"] == run_json(capsys, *PROMPT, *models)["token_ids"]
+    html = (tmp_path / "page.html").read_text()
+    data = json.loads(html.split('id="data">')[1].split("</script>")[0])["trees"]
+    assert [token for step in data["steps"] for token in step["ids"]] == report["token_ids"]
+    assert "".join(step["text"] for step in data["steps"]).strip() == report["text"].strip()
+    assert sum(step["tree"] is not None for step in data["steps"]) == report["steps"] == len(data["steps"]) - 1
+    assert all(len(step["tree"]["target_probs"]) == len(step["tree"]["path"]) for step in data["steps"][1:])
+    assert data["figures"]["prefill_s"] + data["figures"]["decode_s"] == pytest.approx(report["total_s"])
+    message = error_of(capsys, *PROMPT, *models, "--html", str(tmp_path / "none" / "page.html"))
+    assert "its folder does not exist" in message

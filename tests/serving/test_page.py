@@ -1,94 +1,127 @@
-"""The page of ``stree serve`` in Chromium, driven by the WebDriver protocol.
+"""The page at / as HTTP answers it: its headers, its size, and the steps that it streams.
 
-Run: python -m pytest tests/serving/test_page.py, with chromium and chromedriver on the path
+Run: python -m pytest tests/serving/test_page.py
 """
 
 from __future__ import annotations
 
-import shutil
-import socket
-import subprocess
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import base64
+import hashlib
+import json
+import re
 from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from helpers.http_served import KEY, PROMPT, Served
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("chromedriver") is None, reason="needs chromium and chromedriver"),
-]
-ARGUMENTS = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update",
-]  # fmt: skip
+import stree
+from stree.decode.stop_strings import TokenBytes
+from stree.inputs import ASSETS, load_tokenizer
+from stree.serving.app import create_app
+from stree.serving.document import page_document, step_json
 
 
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[httpx.Client]:
-    """Start a session of Chromium; requests go below its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    driver = subprocess.Popen(["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL)
-    options = {"args": [*ARGUMENTS, f"--user-data-dir={tmp_path}"]}
-    wanted = {"capabilities": {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}}
+def events_of(served: Served, **body: Any) -> list[dict[str, Any]]:
+    response = served.post("/demo/stream", {"prompt": PROMPT, **body})
+    assert response.status_code == 200 and response.headers["cache-control"] == "no-store"
+    return [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
+
+
+def test_the_page_is_one_small_document_whose_policy_allows_its_own_scripts_alone(served: Served) -> None:
+    page = httpx.get(served.url)
+    assert page.status_code == 200 and len(page.content) < 150_000
+    headers = page.headers
+    assert headers["x-content-type-options"] == "nosniff" and headers["cache-control"] == "no-store"
+    policy = dict(part.strip().split(" ", 1) for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert policy["connect-src"] == "'self'" and policy["img-src"] == "data:"
+    for name in ("script", "style"):
+        parts = re.findall(rf"<{name}>(.*?)</{name}>", page.text, re.DOTALL)
+        digests = [base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts]
+        assert parts and policy[f"{name}-src"].split() == [f"'sha256-{digest}'" for digest in digests]
+    outside = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?(?!data:|#)[^"'\s>]""", page.text.split("<script>")[0])
+    assert outside == [] and "ISC" not in policy and "Permission to use, copy, modify" in page.text
+    assert httpx.get(f"{served.url}/favicon.ico").status_code == 204
+
+
+def test_steps_have_the_text_its_trees_and_the_targets_own_token(served: Served) -> None:
+    options: Any = {"max_tokens": 12, "seed": 3}
+    steps = events_of(served, **options)
+    assert "".join(step["text"] for step in steps) == served.alone(PROMPT, max_new_tokens=12)
+    assert steps[0]["tree"] is None and steps[-1]["finish_reason"] == "length"
+    for step in steps[1:-1]:
+        tree = step["tree"]
+        assert len(tree["tokens"]) == len(tree["parents"]) <= 12 + 1 and tree["parents"][-1] == tree["path"][-1]
+        assert tree["kept"] == len(step["ids"]) <= len(tree["path"]) and len(tree["values"]) == len(tree["tokens"]) - 1
+        names = [tree["tokens"][node] for node in [*tree["path"][1:], -1]]
+        assert "".join(names[: tree["kept"]]) == step["text"]
+    plain = events_of(served, budget=1, **options)
+    assert [token for step in plain for token in step.get("ids", [])] == [
+        token for step in steps for token in step.get("ids", [])
+    ]
+    assert all(step["tree"]["parents"] == [-1, 0] for step in plain[1:-1])
+    for run in (steps, plain):
+        times = [step["decode_s"] for step in run]
+        assert times == sorted(times) and run[0]["prefill_s"] > 0 and not run[-1]["is_shared"]
+
+
+def test_the_prompt_of_a_comparison_runs_whole_each_time(served: Served) -> None:
+    before = served.engine.totals.sums["cached_tokens"]
+    for budget in (None, 1, 1):
+        events_of(served, max_tokens=4, budget=budget)
+    assert served.engine.totals.sums["cached_tokens"] == before
+
+
+@pytest.mark.parametrize("field", [
+    {"prompt": ""}, {"budget": 13}, {"top_p": 0}, {"top_k": -2}, {"seed": 1.5}, {"temperature": 3}, {"other": 1},
+    {"max_tokens": 10_000},
+])  # fmt: skip
+def test_fields_out_of_range_are_named(served: Served, field: dict[str, Any]) -> None:
+    response = served.post("/demo/stream", {"prompt": PROMPT, **field})
+    assert response.status_code == 400 and next(iter(field)) in json.dumps(response.json()["error"])
+
+
+def test_a_text_that_shared_its_steps_says_so(served: Served) -> None:
+    other = served.engine.submit([1, 2, 3], max_new_tokens=200, ignore_eos=True)
     try:
-        url = f"http://127.0.0.1:{port}/session"
-        with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=60) as client:
-            url += "/" + client.post(url, json=wanted).raise_for_status().json()["value"]["sessionId"]
-            with httpx.Client(base_url=url, timeout=60) as session:
-                yield session
-            client.delete(url)
+        assert events_of(served, max_tokens=4)[-1]["is_shared"]
     finally:
-        driver.terminate()
-        driver.wait()
+        other.cancel()
+        other.result()
 
 
-def script(browser: httpx.Client, text: str) -> Any:
-    """Return what a script of the page returns."""
-    return browser.post("/execute/sync", json={"script": text, "args": []}).raise_for_status().json()["value"]
+def test_a_cold_engine_is_warmed_up_before_the_first_text_and_an_error_ends_the_stream() -> None:
+    steps = list[str]()
+    lm, tokenizer = stree.TreeLM.from_pretrained(ASSETS / "target"), load_tokenizer(str(ASSETS / "target"))
+
+    def fail() -> None:
+        if steps and (message := steps.pop()):
+            raise RuntimeError(message)
+
+    with stree.Engine(lm, max_length=64, before_step=fail) as engine:
+        client = TestClient(create_app(engine, tokenizer, "tiny"))
+        assert '"needs_key": false' in client.get("/").text
+        for number in (3, 4):
+            assert client.post("/demo/stream", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
+            assert engine.stats["ended"] == number
+        steps += ["a broken device", "", "", ""]
+        events = client.post("/demo/stream", json={"prompt": PROMPT, "max_tokens": 40}).text.split("\n\n")
+        assert '"ids"' in events[0] and "a broken device" in events[-3] and events[-2] == "data: [DONE]"
+    assert client.post("/demo/stream", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 503
 
 
-def waited(found: Callable[[], Any]) -> Any:
-    """Return the first true value, at most 30 seconds later."""
-    for _ in range(600):
-        if value := found():
-            return value
-        time.sleep(0.05)
-    raise TimeoutError
+def test_data_in_the_page_cannot_end_its_script(served: Served) -> None:
+    hostile = "</script><script>alert(1)</script><!-- $$data$$ \u2028"
+    html, _ = page_document({"trees": {"about": hostile}})
+    (held,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', html, re.DOTALL)
+    assert json.loads(held) == {"trees": {"about": hostile}} and html.count("alert(1)") == 1
+    assert KEY not in httpx.get(served.url).text
 
 
-def fill(browser: httpx.Client, **values: object) -> None:
-    """Write into fields of the page and press its button."""
-    for name, value in values.items():
-        script(browser, f"document.getElementById({name!r}).value = {str(value)!r}")
-    script(browser, "document.getElementById('run').click()")
-
-
-def test_the_page_streams_a_text_draws_trees_and_stops(browser: httpx.Client, served: Served) -> None:
-    browser.post("/url", json={"url": served.url}).raise_for_status()
-    assert script(browser, "return document.title || document.querySelector('h1').textContent") == "stree"
-    fill(browser, prompt=PROMPT, limit=24)
-    message = waited(lambda: script(browser, "return document.getElementById('speed').textContent"))
-    assert "key" in message.lower()
-    fill(browser, key=KEY)
-    speed = waited(lambda: script(browser, "return /plain/.test(speed.textContent) && speed.textContent"))
-    assert speed.startswith("24 tokens, ")
-    shown = script(browser, "return document.getElementById('text').textContent")
-    assert shown == PROMPT + served.alone(PROMPT, max_new_tokens=24)
-    lines, accepted = script(
-        browser, "return ['', '[stroke=\"#1f5fbf\"]'].map(kind => tree.querySelectorAll('line' + kind).length)"
-    )
-    assert lines >= accepted and lines > 0
-    assert script(browser, "return tree.querySelectorAll('text').length") == lines + 1
-    fill(browser, limit=200)
-    waited(lambda: script(browser, "return document.getElementById('tree').querySelectorAll('line').length"))
-    script(browser, "document.getElementById('stop').click()")
-    waited(lambda: not served.engine.stats["running"])
-    assert script(browser, "return document.getElementById('stop').disabled")
-    problems = browser.post("/se/log", json={"type": "browser"}).json()["value"]
-    assert [entry for entry in problems if entry["level"] == "SEVERE" and "401" not in entry["message"]] == []
+def test_nodes_behind_the_end_of_a_text_are_told_apart_and_special_tokens_are_named(served: Served) -> None:
+    record = stree.StepRecord([5, 0, 7], [-1, 0, 1], [0, 1, 2], [0, 1, 2], [0, 7, 9], None, None, None, {})
+    tree = step_json([0], "", record, TokenBytes(served.tokenizer))["tree"]
+    assert tree["kept"] == 1 and tree["special"] == [1] and tree["tokens"][1] == "<|endoftext|>"
+    assert tree["parents"] == [-1, 0, 1, 2] and tree["values"] is tree["draft_probs"] is None

@@ -265,22 +265,6 @@ def test_a_full_queue_is_429_and_a_server_that_stops_503(served: Served) -> None
         served.app.state.requests.is_draining = False
 
 
-def test_the_page_streams_text_and_trees(served: Served) -> None:
-    page = httpx.get(served.url)
-    assert (
-        page.status_code == 200
-        and "<svg" in page.text
-        and "http://" not in page.text.replace("http://www.w3.org/2000/svg", "")
-    )
-    response = served.post("/demo/stream", {"prompt": PROMPT, "max_tokens": 12})
-    events = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
-    assert "".join(event.get("text", "") for event in events) == served.alone(PROMPT, max_new_tokens=12)
-    trees = [event["tree"] for event in events if event.get("tree")]
-    assert trees and all(len(tree["tokens"]) == len(tree["parents"]) <= 12 for tree in trees)
-    assert events[-1]["plain"] > 0
-    assert served.post("/demo/stream", {"prompt": ""}).status_code == 400
-
-
 @pytest.mark.slow
 def test_a_client_of_ray_serve_that_leaves_frees_its_row(ray_served: Served) -> None:
     body = {**COMPLETION, "max_tokens": 200, "ignore_eos": True, "temperature": 0, "stream": True}
