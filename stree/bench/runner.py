@@ -181,7 +181,7 @@ class Runner:
         """Make the record of one method's run of a block."""
         run = runs[method.name]
         growth = None if method.growth is None else str(method.growth)
-        own = {"growth": growth, "budget": method.budget, "is_unrolled": method.is_unrolled, "drafter": method.drafter}
+        own = {"growth": growth, "budget": method.budget, "baseline": method.baseline, "drafter": method.drafter}
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")
         record |= quantiles([len(case.prompts) * case.new_tokens / run.seconds])
         record |= figures(run) | judge(self.pair, method, case, run, runs)
