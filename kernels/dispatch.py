@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any, Literal
@@ -29,6 +29,7 @@ __all__ = [
     "Operands",
     "as_on_device",
     "backend_of",
+    "behaving",
     "bound",
     "check_launch",
     "choose",
@@ -72,14 +73,26 @@ class Behaviour:
             bookkeeping.
         host_can_read: whether the host may read values of CPU tensors.
         operations: operations of `stree.kernels.ops` for which "auto" means Triton.
+        replaced: what serves an operation on any device, by its name, in place of what the library has.
     """
 
     uses_triton: bool = False
     host_can_read: bool = True
     operations: Container[str] = ()
+    replaced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
 _behaviour: ContextVar[Behaviour] = ContextVar("behaviour", default=Behaviour())  # noqa: B039 frozen
+
+
+@contextmanager
+def behaving(behaviour: Behaviour) -> Iterator[None]:
+    """Choose implementations by a behaviour, in this thread; pass one object every time, by which choices are kept."""
+    token = _behaviour.set(behaviour)
+    try:
+        yield
+    finally:
+        _behaviour.reset(token)
 
 
 @contextmanager
@@ -93,11 +106,8 @@ def as_on_device(
         host_can_read: whether the host still reads values.
         operations: operations of `stree.kernels.ops` for which "auto" means Triton; `TRITON` for all that have it.
     """
-    token = _behaviour.set(Behaviour(triton, host_can_read, operations))
-    try:
+    with behaving(Behaviour(triton, host_can_read, operations)):
         yield
-    finally:
-        _behaviour.reset(token)
 
 
 def host_can_read(tensor: Tensor) -> bool:
@@ -189,6 +199,8 @@ def bound(
 
     Those are Triton, whose launches are made on the tensor's own device, and backends that are refused.
     """
+    if backend == "auto" and op in behaviour.replaced:
+        return behaviour.replaced[op]
     chosen: str = backend
     if backend == "auto":
         chosen = _best_backend(op, device, dtype, behaviour)

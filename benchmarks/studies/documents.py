@@ -15,7 +15,7 @@ from functools import partial
 
 from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
-from benchmarks.studies.stree_rule import TITLES, cells
+from benchmarks.studies import smartspec, stree_rule, verification
 from stree.bench.drawing import svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read_lines
@@ -108,7 +108,18 @@ def by_tree() -> str:
 
 def by_rule() -> str:
     """Show what the rules for sampled siblings emit."""
-    return table(TITLES, map(cells, _last_record("stree-rule/results.jsonl")["rows"]))
+    rows = _last_record("stree-rule/results.jsonl")["rows"]
+    return table(stree_rule.TITLES, map(stree_rule.cells, rows))
+
+
+def by_simulated_rate() -> str:
+    """Show the simulated load: latency by rate and policy."""
+    return table(*smartspec.by_rate(_last_record("smartspec/results.jsonl")["rows"]))
+
+
+def by_verification() -> str:
+    """Show time and memory of the ways to verify a tree."""
+    return table(verification.TITLES, map(verification.cells, read_lines(RESULTS / "verification" / "results.jsonl")))
 
 
 def by_drafter() -> str:
@@ -189,6 +200,8 @@ TABLES: dict[str, Callable[[], str]] = {  # by name
     "heads": by_drafter,
     "baselines": by_tree,
     "stree-rule": by_rule,
+    "smartspec": by_simulated_rate,
+    "verification": by_verification,
     "positions": by_position,
     "batch": by_batch,
     "arrivals": by_rate,

@@ -10,7 +10,7 @@ from stree.kernels.dispatch import Operands
 from stree.kernels.reference import matrix_commit, matrix_tree
 from stree.kernels.topology import AcceptedPath
 
-__all__ = ["ssd_commit", "ssd_step", "ssd_tree_scan"]
+__all__ = ["ssd_commit", "ssd_step", "ssd_tree_scan", "stash_rows"]
 
 
 def ssd_tree_scan(a: Operands) -> Tensor:
@@ -43,6 +43,11 @@ def ssd_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accep
 
 def ssd_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, B, C and dt of the new rows, scan the new tree."""
+    return _scan(*stash_rows(a), a)
+
+
+def stash_rows(a: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Commit the last path and stash the new rows; return x, dt, B and C of all nodes."""
     n, sizes = a.topology.parents.shape[1], (a.headdim, a.ngroups, a.A.shape[0])
     if a.accepted is not None:
         old_xbc, old_dt = a.previous or (a.stash_xbc, a.stash_dt)
@@ -55,7 +60,7 @@ def ssd_step(a: Operands) -> Tensor:
         step_size = step_size.clamp(*a.dt_limit)
     a.stash_dt[:, a.first : n].copy_(step_size)
     x, B, C = _split_xbc(a.stash_xbc[:, :n], *sizes)
-    return _scan(x, a.stash_dt[:, :n], B, C, a)
+    return x, a.stash_dt[:, :n], B, C
 
 
 def _split_xbc(xbc: Tensor, headdim: int, ngroups: int, nheads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,6 +11,7 @@ from stree.bench.methods import ASSISTED, Method
 from stree.bench.pair import Pair
 from stree.bench.peers import PEERS
 from stree.bench.records import Record
+from stree.bench.sequential import ReplayLM, SnapshotLM
 from stree.bench.unrolled import UnrolledLM
 from stree.decode.stats import PARTS
 from stree.decode.step_cache import step_cache_of
@@ -18,6 +19,7 @@ from stree.decode.step_records import AcceptedCounts, StepRecord
 from stree.drafters import Drafter, FusedDrafter, NoDrafter, SuffixDrafter, load
 from stree.generation import GenerationError, generate
 from stree.kernels.clock import compile_seconds
+from stree.models.state_size import measure_state
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
@@ -82,7 +84,7 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
     """
     if method.is_peer:
         return _run_peer(pair, method, case)
-    lm = UnrolledLM(pair.target) if method.is_unrolled else pair.target
+    lm = pair.target if method.baseline is None else _baseline(method.baseline, pair.target)
     drafter = _drafter(pair, method)
     for _ in range(MAX_RUNS):
         before = _prepared(pair)
@@ -101,6 +103,14 @@ def execute(pair: Pair, method: Method, case: Case) -> Run:
     return run
 
 
+def _baseline(name: str, target: TreeLM) -> TreeLM:
+    """Make the model that verifies trees in another way."""
+    kinds: dict[str, type[UnrolledLM | SnapshotLM | ReplayLM]] = {
+        "unrolled": UnrolledLM, "snapshot": SnapshotLM, "replay": ReplayLM
+    }  # fmt: skip
+    return kinds[name](target)
+
+
 def figures(run: Run) -> Record:
     """Compute the figures of a run that its record holds; seconds by part are sums over all steps."""
     stats = run.stats
@@ -108,6 +118,7 @@ def figures(run: Run) -> Record:
     return {
         **{name: stats[name] for name in COUNTS},
         "verified": stats["nodes_per_step"] * stats["steps"],
+        "node_bytes": stats.get("node_bytes"),
         "ttft_s": run.ttft_s,
         "distinct_4grams": sum(shares) / len(shares),
         "tokens": [run.tokens],
@@ -155,7 +166,15 @@ def _run(lm: TreeLM, drafter: Drafter, method: Method, case: Case) -> Run:
         return_steps=case.return_steps,
     )
     seconds = time.perf_counter() - began
-    return Run(out.new_tokens, seconds, out.stats["prefill_s"], out.stats, out.steps)
+    stats = {**out.stats, "node_bytes": _node_bytes(lm)}
+    return Run(out.new_tokens, seconds, out.stats["prefill_s"], stats, out.steps)
+
+
+def _node_bytes(lm: TreeLM) -> int | None:
+    """Return the bytes kept for a pending node, keys and values not counted; None where paths are kept, not nodes."""
+    if isinstance(lm, (SnapshotLM, ReplayLM)):
+        return lm.node_bytes
+    return None if isinstance(lm, UnrolledLM) else measure_state(lm).stash_per_node
 
 
 def _prepared(pair: Pair) -> tuple[int, float]:

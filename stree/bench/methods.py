@@ -9,7 +9,7 @@ from stree.checks import check_counts
 from stree.growth import Chain, Growth, TargetInit, parse_growth
 from stree.verify import VERIFIERS
 
-__all__ = ["ASSISTED", "DEFAULT", "PEERS", "Method", "parse_methods"]
+__all__ = ["ASSISTED", "BASELINES", "DEFAULT", "PEERS", "Method", "parse_methods"]
 
 DEFAULT = (
     "plain,transformers,mamba-ssm,chain:2-8,chain:4,chain:6,chain:15,stree,static:2,2,1,dyspec:8,dyspec:16,dyspec:32,"
@@ -26,6 +26,7 @@ ALONE: dict[str, tuple[str, int | str]] = {  # name -> drafter and budget
 ASSISTED = ("transformers-lookup", "transformers-assistant")
 PEERS = ("transformers", *ASSISTED, "mamba-ssm")
 RETRIEVAL = ("suffix", "fused")
+BASELINES = ("unrolled", "snapshot", "replay")  # other ways to verify a tree; ``stree.bench.execute`` has their models
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Method:
         budget: most nodes a step, root included, or "auto"; of a mode of transformers, one more than the tokens that it
             drafts a step.
         verifier: one of ``stree.verify.VERIFIERS``.
-        is_unrolled: whether every root-to-leaf path is verified as a row of its own (``UnrolledLM``).
+        baseline: one of ``BASELINES`` in place of the library's verification of a tree, or None.
         depths: of a chain whose depth is still to be chosen; empty for all others.
 
     Raises:
@@ -51,7 +52,7 @@ class Method:
     growth: Growth | None
     budget: int | str
     verifier: str = "auto"
-    is_unrolled: bool = False
+    baseline: str | None = None
     depths: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -98,8 +99,10 @@ def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
     ``transformers-assistant[:TOKENS]``, transformers' prompt lookup, and its assisted generation with the drafter; any
     growth by the name that ``growth=`` takes (``stree.growth.names``), with 16 nodes where neither the name nor the
     shape says how many; ``chain:FROM-TO``, a chain whose depth is tuned on prompts that are not measured;
-    ``suffix[:NODES]``, ``fused[:NODES]``; ``auto``, the library's own choice; ``unrolled[:GROWTH]``, the baseline that
-    verifies a tree's paths as rows of a batch.  ``@VERIFIER`` behind any of them chooses its verifier.
+    ``suffix[:NODES]``, ``fused[:NODES]``; ``auto``, the library's own choice; and baselines that verify the
+    same tree in another way, ``unrolled[:GROWTH]`` its paths as rows of a batch, ``snapshot[:GROWTH]`` with a state for
+    every node, ``replay[:GROWTH]`` with a second run over the accepted path.  ``@VERIFIER`` behind any of them chooses
+    its verifier.
 
     Args:
         text: the list.
@@ -141,14 +144,14 @@ def _parse(name: str, verifier: str) -> Method:
         if not depths or depths[0] < 1:
             raise ValueError(f"method {name!r} must go from a depth of at least 1 up")
         return Method(name, "model", Chain(depths[-1]), depths[-1] + 1, verifier, depths=depths)
-    is_unrolled = kind == "unrolled"
+    baseline = kind if kind in BASELINES else None
     try:
-        named = parse_growth((shape or f"dyspec:{BUDGET}") if is_unrolled else rest)
+        named = parse_growth((shape or f"dyspec:{BUDGET}") if baseline else rest)
     except ValueError as error:
-        known = ", ".join([*ALONE, *ASSISTED, *RETRIEVAL, "unrolled"])
+        known = ", ".join([*ALONE, *ASSISTED, *RETRIEVAL, *BASELINES])
         raise ValueError(f"method {name!r} is unknown; known are {known}, and growths: {error}") from error
     budget = _nodes(named.growth) if named.budget is None else named.budget
-    return Method(name, "model", named.growth, budget, verifier, is_unrolled)
+    return Method(name, "model", named.growth, budget, verifier, baseline)
 
 
 def _nodes(growth: Growth) -> int:

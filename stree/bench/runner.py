@@ -185,11 +185,8 @@ class Runner:
         run = runs[method.name]
         growth = None if method.growth is None else str(method.growth)
         own: Record = {
-            "growth": growth,
-            "budget": method.budget,
-            "is_unrolled": method.is_unrolled,
-            "drafter": method.drafter,
-        }
+            "growth": growth, "budget": method.budget, "baseline": method.baseline, "drafter": method.drafter,
+        }  # fmt: skip
         if isinstance(self.pair.head, OneShotHead):
             own["is_one_shot"] = True
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")

@@ -18,7 +18,7 @@ SAMPLED = Case((PROMPT, PROMPT[:5]), 14, 0.8, seed=3)
 def test_timed_runs_only_replay_graphs_and_emit_the_tokens_of_launched_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     pair = tiny_pair("bamba")
-    methods = parse_methods("chain:3,calibrated:8x3,unrolled:dyspec:5")
+    methods = parse_methods("chain:3,calibrated:8x3,unrolled:dyspec:5,snapshot:dyspec:5")
     pair.target.captures_steps = False
     launched = [execute(pair, method, SAMPLED) for method in methods]
     assert all("graphs" not in run.stats for run in launched)
@@ -27,7 +27,7 @@ def test_timed_runs_only_replay_graphs_and_emit_the_tokens_of_launched_ones(monk
     for method, wanted in zip(methods, launched, strict=True):
         run = execute(pair, method, SAMPLED)
         assert run.tokens == wanted.tokens and run.stats["tau"] == wanted.stats["tau"]
-        if method.is_unrolled:
+        if method.baseline:
             assert "graphs" not in run.stats, "baselines are not captured"
         else:
             assert run.stats["graphs"]["replays"] == run.stats["steps"] > 0

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from stree.bench.methods import DEFAULT, parse_methods
+from stree.bench.methods import BASELINES, DEFAULT, parse_methods
 from stree.bench.records import ROOT
 from stree.growth import DySpec, Static
 from stree.verify import VERIFIERS
@@ -28,9 +28,10 @@ def test_methods_are_read_with_ranges_shapes_and_budgets() -> None:
     }  # fmt: skip
 
 
-def test_the_unrolled_baseline_takes_any_tree() -> None:
-    default, shaped = parse_methods("unrolled,unrolled:static:2,2")
-    assert (default.is_unrolled, default.growth, default.budget) == (True, DySpec(), 16)
+@pytest.mark.parametrize("name", BASELINES)
+def test_a_baseline_takes_any_tree(name: str) -> None:
+    default, shaped = parse_methods(f"{name},{name}:static:2,2")
+    assert (default.baseline, default.growth, default.budget) == (name, DySpec(), 16)
     assert (shaped.growth, shaped.budget) == (Static([2, 2]), 7)
 
 

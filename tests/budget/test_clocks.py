@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from stree.budget.controller import GAIN, SIZES, BudgetController, StepHistory
+from stree.budget.request_sizes import GAIN, SIZES, ActiveRequest, RequestSizes, StepHistory
 
 GPU = {1: 2.8, 8: 4.4, 16: 4.9, 32: 5.6, 64: 7.0}  # predicted ms of replayed steps, Mamba-2 2.7B (docs/gpu.md)
 LAUNCHED = {1: 18.0, 8: 44.0, 16: 44.0, 32: 56.0, 64: 56.0}  # before a capture
@@ -33,11 +33,12 @@ class Texts:
         return 1 + min(int(self.random.expovariate(1 / mean) + 0.5), 12) if mean else 1
 
     def goodput(self, start: int) -> float:
-        """Let a controller choose; return tokens by ms, what is paid once left out."""
-        controller, runs = BudgetController(SIZES, StepHistory(), start), dict.fromkeys(SIZES, 0)
+        """Let sizes be chosen; return tokens by ms, what is paid once left out."""
+        chooser, runs = RequestSizes(SIZES, StepHistory(), start), dict.fromkeys(SIZES, 0)
         waiting, tokens, spent = deque[tuple[int, list[int], float | None]](), 0, 0.0
+        request = [ActiveRequest(self, 100)]
         for _ in range(STEPS):
-            size = controller.choose()
+            (size,) = chooser.choose(request)
             runs[size] += 1
             count, extra = self.tokens(size), one_time_ms(self.clock, size, runs[size])
             tokens, spent = tokens + count, spent + self.times[size]
@@ -47,7 +48,8 @@ class Texts:
             is_steady = self.clock != "captured" or extra is None or not self.tells
             waiting.append((size, [count], time_ms / 1e3 if is_steady else None))
             if len(waiting) > (self.clock == "captured"):  # the host runs a step ahead of a device
-                controller.observe(*waiting.popleft())
+                earlier, counts, seconds = waiting.popleft()
+                chooser.observe(request, [earlier], counts, seconds)
         return tokens / spent
 
     def best(self) -> float:

@@ -158,7 +158,7 @@ def test_a_busy_machine_and_unknown_parts_are_refused(
 def record(suite: str, temperature: float, method: str, batch: int, speed: float) -> dict[str, Any]:
     """Make the record of a method on a prompt."""
     params = {"suite": suite, "batch": batch, "turn": 0, "temperature": temperature, "prompts": [batch]}
-    params |= {"drafter": "none", "growth": None, "budget": 1, "is_unrolled": False}
+    params |= {"drafter": "none", "growth": None, "budget": 1, "baseline": None}
     counts = dict.fromkeys(
         ("steps", "sequence_steps", "tau", "draft_calls", "verified", "distinct_4grams", "ttft_s"), 1
     )

@@ -15,7 +15,8 @@ from stree.tool_calls import TOOL_FORMATS, ToolCallReader, tool_format
 SCHEMAS: dict[str, Any] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "clock": {},
 }  # fmt: skip
-OSLO, TWO, CLOCK = ("weather", {"city": "Oslo"}), ("weather", {"city": "São 2", "days": 2}), ("clock", {})
+OSLO, TWO = ("weather", {"city": "Oslo"}), ("weather", {"city": "São 2", "days": 2})
+CLOCK: tuple[str, dict[str, Any]] = ("clock", {})
 # Format, answer, its content, its calls.
 ANSWERS: list[tuple[str, str, str, list[Any]]] = [
     (
