@@ -92,15 +92,20 @@ def test_a_text_that_shared_its_steps_says_so(served: Served) -> None:
         other.result()
 
 
-def test_a_cold_engine_is_warmed_up_before_the_first_text_and_an_error_ends_the_stream() -> None:
+def test_a_cold_engine_is_warmed_up_before_the_first_text_and_an_error_ends_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     steps = list[str]()
     lm, tokenizer = stree.TreeLM.from_pretrained(ASSETS / "target"), load_tokenizer(str(ASSETS / "target"))
+    healthy = lm.verify
 
-    def fail() -> None:
+    def verify(*args: Any, **options: Any) -> Any:
         if steps and (message := steps.pop()):
             raise RuntimeError(message)
+        return healthy(*args, **options)
 
-    with stree.Engine(lm, max_length=64, before_step=fail) as engine:
+    monkeypatch.setattr(lm, "verify", verify)
+    with stree.Engine(lm, max_length=64) as engine:
         client = TestClient(create_app(engine, tokenizer, "tiny"))
         assert '"needs_key": false' in client.get("/").text
         for number in (3, 4):
