@@ -39,6 +39,7 @@ __all__ = [
     "host_bound",
     "host_can_read",
     "is_known_all",
+    "launches",
     "may_have_any",
     "most_true",
     "shared_memory",
@@ -72,11 +73,13 @@ class Behaviour:
             bookkeeping.
         host_can_read: whether the host may read values of CPU tensors.
         operations: operations of `stree.kernels.ops` for which "auto" means Triton.
+        launches: whether Triton's kernels run; if not, they leave their outputs as allocated, on any device.
     """
 
     uses_triton: bool = False
     host_can_read: bool = True
     operations: Container[str] = ()
+    launches: bool = True
 
 
 _behaviour: ContextVar[Behaviour] = ContextVar("behaviour", default=Behaviour())  # noqa: B039 frozen
@@ -84,7 +87,7 @@ _behaviour: ContextVar[Behaviour] = ContextVar("behaviour", default=Behaviour())
 
 @contextmanager
 def as_on_device(
-    *, triton: bool = True, host_can_read: bool = False, operations: Container[str] = ()
+    *, triton: bool = True, host_can_read: bool = False, operations: Container[str] = (), launches: bool = True
 ) -> Iterator[None]:
     """Treat tensors that are not on a GPU as if they were, in this thread; also a decorator.
 
@@ -92,12 +95,18 @@ def as_on_device(
         triton: whether steps use Triton kernels, which on the CPU needs the interpreter.
         host_can_read: whether the host still reads values.
         operations: operations of `stree.kernels.ops` for which "auto" means Triton; `TRITON` for all that have it.
+        launches: False to measure what is allocated for kernels, which then do not run.
     """
-    token = _behaviour.set(Behaviour(triton, host_can_read, operations))
+    token = _behaviour.set(Behaviour(triton, host_can_read, operations, launches))
     try:
         yield
     finally:
         _behaviour.reset(token)
+
+
+def launches() -> bool:
+    """Whether Triton's kernels run."""
+    return _behaviour.get().launches
 
 
 def host_can_read(tensor: Tensor) -> bool:
@@ -216,6 +225,8 @@ def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
 
 def check_launch(what: str, tensor: Tensor) -> None:
     """Raise RuntimeError unless Triton can run on a tensor: it is on a GPU that has room, or Triton interprets."""
+    if not launches():
+        return
     if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(f"{what} needs CUDA tensors, got a tensor on {tensor.device}")
     if shared_memory(tensor.device) < LEAST_SHARED:

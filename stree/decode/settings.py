@@ -97,7 +97,7 @@ class Settings:
         """
         for sampling in batch.kinds:
             self.rule.check(sampling)
-        if self._overlaps and (batch.processor is not None or batch.has_rules):
+        if self._overlaps and (batch.processor is not None or batch.rules):
             raise ValueError("overlap takes no logits_processor, and no bias, penalty or rule of tokens")
         if self.verifier == LONGEST and len(batch.kinds) > 1:
             raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")
