@@ -40,6 +40,7 @@ __all__ = [
     "host_bound",
     "host_can_read",
     "is_known_all",
+    "launches",
     "may_have_any",
     "most_true",
     "shared_memory",
@@ -74,11 +75,13 @@ class Behaviour:
         host_can_read: whether the host may read values of CPU tensors.
         operations: operations of `stree.kernels.ops` for which "auto" means Triton.
         replaced: what serves an operation on any device, by its name, in place of what the library has.
+        launches: whether Triton's kernels run; if not, they leave their outputs as allocated, on any device.
     """
 
     uses_triton: bool = False
     host_can_read: bool = True
     operations: Container[str] = ()
+    launches: bool = True
     replaced: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
 
 
@@ -97,7 +100,7 @@ def behaving(behaviour: Behaviour) -> Iterator[None]:
 
 @contextmanager
 def as_on_device(
-    *, triton: bool = True, host_can_read: bool = False, operations: Container[str] = ()
+    *, triton: bool = True, host_can_read: bool = False, operations: Container[str] = (), launches: bool = True
 ) -> Iterator[None]:
     """Treat tensors that are not on a GPU as if they were, in this thread; also a decorator.
 
@@ -105,9 +108,15 @@ def as_on_device(
         triton: whether steps use Triton kernels, which on the CPU needs the interpreter.
         host_can_read: whether the host still reads values.
         operations: operations of `stree.kernels.ops` for which "auto" means Triton; `TRITON` for all that have it.
+        launches: False to measure what is allocated for kernels, which then do not run.
     """
-    with behaving(Behaviour(triton, host_can_read, operations)):
+    with behaving(Behaviour(triton, host_can_read, operations, launches)):
         yield
+
+
+def launches() -> bool:
+    """Whether Triton's kernels run."""
+    return _behaviour.get().launches
 
 
 def host_can_read(tensor: Tensor) -> bool:
@@ -228,6 +237,8 @@ def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
 
 def check_launch(what: str, tensor: Tensor) -> None:
     """Raise RuntimeError unless Triton can run on a tensor: it is on a GPU that has room, or Triton interprets."""
+    if not launches():
+        return
     if not tensor.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError(f"{what} needs CUDA tensors, got a tensor on {tensor.device}")
     if shared_memory(tensor.device) < LEAST_SHARED:

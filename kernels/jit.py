@@ -10,6 +10,8 @@ from typing import Any
 
 import triton
 
+from stree.kernels.dispatch import launches
+
 __all__ = ["MAX_PROGRAMS", "jit"]
 
 MAX_PROGRAMS = 65535  # of a grid in y and z, by CUDA
@@ -39,4 +41,4 @@ def _run(kernel: Any, fuses: bool, *args: Any, grid: tuple[int, ...], **kwargs: 
             f"{kernel.__name__} takes up to {MAX_PROGRAMS} programs in the second and third direction of its grid: "
             f"sequences, times heads or layers.  Got {grid}"
         )
-    return type(kernel).run(kernel, *args, grid=grid, enable_fp_fusion=fuses, **kwargs)
+    return type(kernel).run(kernel, *args, grid=grid, enable_fp_fusion=fuses, **kwargs) if launches() else None

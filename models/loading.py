@@ -27,7 +27,7 @@ from transformers.utils import cached_file
 from stree.models.families import config_of_text_model, family_of
 from stree.models.native import config_of_native, is_native, load_native
 
-__all__ = ["load_config", "load_model", "raw_config", "torch_dtype"]
+__all__ = ["load_config", "load_model", "raw_config", "torch_device", "torch_dtype"]
 
 NATIVE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 BAD_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError)
@@ -69,10 +69,8 @@ def load_model(
     elif device_map is not None:
         if importlib.util.find_spec("accelerate") is None:
             raise RuntimeError("device_map needs the package accelerate: pip install accelerate")
-    elif device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     else:
-        _check_device(device)
+        device = torch_device(device)
     on_cpu = not torch.cuda.is_available() if device_map is not None else torch.device(device).type == "cpu"
     if dtype != "auto":
         dtype = torch_dtype(dtype)
@@ -181,11 +179,17 @@ def _found(name_or_path: str | Path, name: str) -> str | None:
     return path
 
 
-def _check_device(device: Any) -> None:
-    """Refuse a device that torch does not have."""
+def torch_device(device: Any) -> torch.device:
+    """Return a device by its name; "auto" is CUDA where there is one, else the CPU.
+
+    Raises:
+        ValueError: torch does not have it.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)
-        torch.device(device)  # None, too, is refused
+        return torch.device(device)  # None, too, is refused
     except Exception as error:  # every backend has its own
         raise ValueError(f"device must be one that torch finds, or 'auto', got {device!r}: {error!s:.80}") from error
 

@@ -23,7 +23,7 @@ from stree.models.peak_bytes import PeakBytes
 from stree.models.prefill_functions import measured_on
 from stree.models.state import DecodeState
 
-__all__ = ["prefill_bytes"]
+__all__ = ["PrefillBytes", "model_without_values", "prefill_bytes"]
 
 MOST_TOKENS = 1 << 20  # of longer texts the bytes of a token are those of this length
 STEPS, LEAST_STEP = 32, 16  # lengths that are measured between a power of two and the next; tokens between two
@@ -71,13 +71,13 @@ def _measure(lm: PatchedModel, batch: int, length: int, held: int, is_padded: bo
     """Run the forward on ``meta``."""
     other = copy.copy(lm)
     with torch.no_grad(), _disable_current_modes(), torch.device("meta"), measured_on(lm.device):
-        other.model = _model_without_values(lm)
+        other.model = model_without_values(lm)
         cache = lm.family.new_cache(other.model.config)
         positions = torch.arange(held, held + length).expand(batch, length)
         tokens = torch.zeros(batch, length, dtype=torch.long)
         specs = {site: dataclasses.replace(spec, device=tokens.device) for site, spec in lm.specs.items()}
         state = DecodeState(specs, batch, max(held, 1), 1, tokens.device)
-        tracker = _PrefillBytes(is_padded)
+        tracker = PrefillBytes(is_padded)
         with tracker, _Attention(lm.device):
             if held:
                 state.store(cache, held)
@@ -85,7 +85,7 @@ def _measure(lm: PatchedModel, batch: int, length: int, held: int, is_padded: bo
     return tracker.peak
 
 
-def _model_without_values(lm: PatchedModel) -> Any:
+def model_without_values(lm: PatchedModel) -> Any:
     """Return a model of the same class and configuration."""
     config = copy.deepcopy(lm.model.config)
     config._attn_implementation = _attention(config)
@@ -111,7 +111,7 @@ def _rnn_scan(hidden_states: Tensor, recurrent_gate: Tensor, **_: Any) -> tuple[
     return out, torch.empty_like(hidden_states[:, 0], dtype=torch.float32)
 
 
-class _PrefillBytes(PeakBytes):
+class PrefillBytes(PeakBytes):
     """Counts bytes where experts may be of any dtype, and the model asks whether a mask hides padding."""
 
     def __init__(self, is_padded: bool) -> None:

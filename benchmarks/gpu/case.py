@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.clock import time_graph
 from benchmarks.shapes import binary_tree
+from stree.bench.device_clock import time_graph
 from stree.bench.records import Record
 from stree.kernels.dispatch import Backend
 from stree.kernels.precision import float32_tolerance

@@ -26,10 +26,10 @@ import torch
 
 from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu import steps as gpu_steps
-from benchmarks.gpu.clock import time_graph
 from benchmarks.gpu.composite import StepTimes, composite_rows, overhead_s, pooled, ratios, tau
 from benchmarks.gpu.run import Run, begin, command_line
 from benchmarks.gpu.supervise import is_wrong
+from stree.bench.device_clock import time_graph
 from stree.bench.pair import Pair
 from stree.bench.records import Record, read, read_lines, write
 from stree.bench.summary import sum_ratio

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.case import CACHE_BYTES
-from benchmarks.gpu.clock import time_graph
 from benchmarks.gpu.run import begin, command_line
+from stree.bench.device_clock import time_graph
 from stree.bench.profile import copy_bandwidth
 from stree.bench.records import Record
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.clock import time_launches
 from benchmarks.gpu.models import free
+from stree.bench.device_clock import time_launches
 from stree.bench.records import Record
 
 __all__ = ["mamba_ssm_step", "why_not"]

@@ -24,11 +24,11 @@ import torch
 from transformers import PreTrainedConfig
 
 import stree
-from benchmarks.gpu.clock import time_calls, time_graph
 from benchmarks.gpu.models import DTYPES, configurations, free, model_of
 from benchmarks.gpu.peer_steps import mamba_ssm_step, why_not
 from benchmarks.gpu.run import Run, begin, command_line
 from benchmarks.shapes import binary_tree
+from stree.bench.device_clock import time_calls, time_graph
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record
 from stree.models.bounded_scan import memory_bounded

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from stree.checks import check_counts
 from stree.growth import Chain, Growth, TargetInit, parse_growth
-from stree.verify import VERIFIERS
+from stree.verify import VERIFIERS, Verifier
+from stree.verify.forced import ForcedLength
 
 __all__ = ["ASSISTED", "BASELINES", "DEFAULT", "PEERS", "Method", "parse_methods"]
 
@@ -42,6 +43,7 @@ class Method:
         verifier: one of ``stree.verify.VERIFIERS``.
         baseline: one of ``BASELINES`` in place of the library's verification of a tree, or None.
         depths: of a chain whose depth is still to be chosen; empty for all others.
+        acceptance_length: tokens that each of its steps accepts on average by force, or None.
 
     Raises:
         ValueError: a budget that holds no tree of the growth.
@@ -54,6 +56,7 @@ class Method:
     verifier: str = "auto"
     baseline: str | None = None
     depths: tuple[int, ...] = ()
+    acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, str):
@@ -78,7 +81,18 @@ class Method:
     @property
     def is_lossy(self) -> bool:
         """Whether its text does not follow the target's distribution: it is timed, and labelled lossy."""
-        return isinstance(self.growth, TargetInit)
+        return isinstance(self.growth, TargetInit) or self.acceptance_length is not None
+
+    @property
+    def rule(self) -> str | Verifier:
+        """What ``generate`` takes as its verifier."""
+        return self.verifier if self.acceptance_length is None else ForcedLength(self.acceptance_length)
+
+    def with_acceptance_length(self, tokens: float) -> Method:
+        """Force the tokens of a step, under another name; a method that drafts nothing here is returned unchanged."""
+        if self.is_peer or self.drafter == "none":
+            return self
+        return replace(self, name=f"lossy-forced-{tokens:g}:{self.name}", acceptance_length=tokens)
 
     @property
     def is_deterministic(self) -> bool:

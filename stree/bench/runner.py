@@ -235,4 +235,6 @@ class Runner:
 
     def _record(self, metric: str, method: Method, params: Record, **values: Any) -> Record:
         """Begin a record."""
+        if method.acceptance_length is not None:
+            values |= {"is_lossy": True, "forced_acceptance_length": method.acceptance_length}
         return {**self.base, "provider": method.name, "params": params, "metric": metric, **values}

@@ -15,6 +15,7 @@ from stree.cli.batch import add_batch
 from stree.cli.bench import add_bench
 from stree.cli.datastore import add_datastore
 from stree.cli.distill import add_distill
+from stree.cli.doctor import add_doctor
 from stree.cli.export_generate import add_export_generate
 from stree.cli.generate import add_generate
 from stree.cli.info import add_info
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"stree {version('stree')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (
-        add_generate, add_serve, add_batch, add_info, add_bench, add_distill, add_datastore, add_trim_vocab,
+        add_generate, add_serve, add_batch, add_info, add_doctor, add_bench, add_distill, add_datastore, add_trim_vocab,
         add_export_generate,
     ):  # fmt: skip
         add(commands)

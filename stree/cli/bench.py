@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -74,6 +75,11 @@ def _add_run(bench: Any) -> None:
     )
     command.add_argument("--repeats", type=int, default=1, help="times that each text is measured; the median counts")
     command.add_argument(
+        "--acceptance-length", type=float, default=None, metavar="TOKENS",
+        help="force the mean tokens of a step of every method that drafts, to time pairs of random weights; not "
+        "lossless, and named lossy-forced-TOKENS:METHOD",
+    )  # fmt: skip
+    command.add_argument(
         "--test-distribution", type=int, default=0, metavar="TEXTS",
         help="texts a suite for the statistical test of sampled text; 0 for none",
     )  # fmt: skip
@@ -138,6 +144,10 @@ def _run(arguments: argparse.Namespace) -> int:
         arguments.top_k, arguments.top_p, arguments.repeats,
     )  # fmt: skip
     methods = parse_methods(arguments.methods if arguments.methods is not None else DEFAULT)
+    if arguments.acceptance_length is not None:
+        if not 1 <= arguments.acceptance_length < math.inf:
+            raise ValueError(f"--acceptance-length must be at least 1 and finite, got {arguments.acceptance_length}")
+        methods = [method.with_acceptance_length(arguments.acceptance_length) for method in methods]
     suites = read_suites(parse_suites(arguments.suite), arguments.limit or None)
     pair = load_pair(arguments, arguments.drafter_vocab)
     if arguments.compile:

@@ -48,6 +48,11 @@ class BatchTokenRules:
         shape = "" if self._words is None or "words" not in self.parts else f" {[*self._words.shape]}"
         return (f"rules {' '.join(sorted(self.parts))}{shape}",) if self.parts else ()
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that is kept between steps."""
+        return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
+
     def empty(self, batch: int) -> BatchTokenRules:
         """Return rules of another number of rows, none of which has begun."""
         return BatchTokenRules(batch, self._vocab_size, self._device)

@@ -81,10 +81,12 @@ def batch_for(
         refills = max_batch < len(listed)
     return Batch(
         requests, kinds, max(len(request.stop_token_ids) for request in each), max_batch, max_length, prompt_length,
-        is_padded, refills, any(request.rules.parts or request.grammar for request in each),
+        is_padded, refills, tuple(request.rules for request in each if request.rules.parts),
+        any(request.grammar is not None for request in each),
         RowProcessors() if any(request.processors for request in each) else processor,
         keeps_probs=any(request.return_steps for request in each),
         limits_nodes=any(request.budget is not None for request in each),
+        keeps_logprobs=any(request.logprobs is not None for request in each),
     )  # fmt: skip
 
 

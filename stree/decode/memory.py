@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from stree.drafters import Drafter
+from stree.decode.logits_memory import accept_bytes, logprob_bytes, rule_bytes
+from stree.decode.token_rules import TokenRules
+from stree.drafters import Drafter, HeadDrafter, ModelDrafter
 from stree.drafters.draft_state import CHUNK
 from stree.drafters.tree_builder import columns_run, narrowed
 from stree.growth import Growth
@@ -15,6 +17,7 @@ from stree.models.prefill import pads_exactly
 from stree.models.prefill_memory import prefill_bytes
 from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
+from stree.models.tree_memory import tree_bytes
 
 __all__ = [
     "Extent",
@@ -24,10 +27,10 @@ __all__ = [
     "fits_in_memory",
     "free_bytes",
     "needed_bytes",
+    "path_nodes",
     "state_bytes",
 ]
 
-INT64 = 8  # bytes, and those of a float64
 PAIR_BYTES = 10  # of a tree's masks, for every pair of its nodes: two of one byte and one of eight
 
 
@@ -47,6 +50,8 @@ class Extent:
         is_greedy: whether no token is sampled.
         truncates: whether top-k, top-p or min-p may exclude tokens.
         draft_nodes: most nodes that a draft model runs for a tree, where that is more than ``nodes``.
+        rules: token rules of the texts.
+        path_nodes: most nodes of a path whose logits are kept for log probabilities; 0 where none are asked for.
     """
 
     batch: int
@@ -60,6 +65,8 @@ class Extent:
     is_greedy: bool = False
     truncates: bool = False
     draft_nodes: int = 0
+    rules: tuple[TokenRules, ...] = ()
+    path_nodes: int = 0
 
     def nodes_of(self, place: int) -> int:
         """Return the nodes that a state of the target, which has place 0, or of a draft model has room for."""
@@ -69,6 +76,14 @@ class Extent:
 def draft_nodes(growth: Growth | None, budget: int) -> int:
     """Return the most nodes that a draft model runs for a tree of a growth; 0 where none is grown."""
     return 0 if growth is None or budget == 1 else columns_run(narrowed(growth.plan(budget)))
+
+
+def path_nodes(drafter: Drafter, growth: Growth | None, budget: int) -> int:
+    """Return the most nodes of a path through a drafter's trees, root included."""
+    plan = None if growth is None or budget == 1 else growth.plan(budget)
+    if plan is None or plan.is_heap or not isinstance(drafter, (ModelDrafter, HeadDrafter)):
+        return budget
+    return min(budget, 1 + len(plan.layers))
 
 
 def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
@@ -88,7 +103,7 @@ def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
         sums = " and ".join(
             arithmetic(model, extent.batch, extent.length, extent.nodes_of(place)) for place, model in enumerate(models)
         )
-        passing = f"{_size(_transient_bytes(models, extent))} of them in a prefill or in the logits of a step"
+        passing = f"{_size(_transient_bytes(models, extent))} of them in a prefill or a step"
         raise ValueError(
             f"the states need {_size(need)}, {passing}, {sums}, and {_size(free)} are free on {lm.device}; "
             "lower max_batch, max_length or budget"
@@ -113,23 +128,37 @@ def needed_bytes(lm: TreeLM, drafter: Drafter, extent: Extent) -> int:
 
 def _transient_bytes(models: list[TreeLM], extent: Extent) -> int:
     """Bytes that are free again after a prefill, which models run one after the other, or after a step."""
-    step = extent.batch * sum(
-        (_distribution_bytes if place else _logits_bytes)(model, extent) for place, model in enumerate(models)
-    )
-    return max([step, *(_prefill_bytes(model, extent) for model in models)])  # a target without weights has neither
+    if not models:  # a target without weights has neither
+        return 0
+    target, *drafts = models
+    scoring = [tree_bytes(model, extent.batch, extent.nodes, extent.length) for model in models]
+    drawn = extent.batch * sum(_distribution_bytes(model, extent) for model in drafts)
+    ruled = _ruled_bytes(target, extent)  # a draft call has at most as many nodes to rule as the tree
+    step = max(scoring[0], ruled, _logits_bytes(target, extent)) + drawn * (not extent.is_greedy)
+    drafting = drawn + max(ruled, *scoring[1:]) if drafts else 0
+    return max([step, drafting, *(_prefill_bytes(model, extent) for model in models)])
+
+
+def _ruled_bytes(lm: TreeLM, extent: Extent) -> int:
+    """Bytes of the logits of a step while token rules are applied; 0 without rules."""
+    kept, ruling = rule_bytes(extent.rules, extent.batch, extent.nodes, lm.vocab_size, extent.length)
+    return (kept + ruling + _raw_bytes(lm, extent)) * bool(extent.rules)
+
+
+def _raw_bytes(lm: TreeLM, extent: Extent) -> int:
+    """Bytes of the logits of a step as the model gives them."""
+    return extent.batch * extent.nodes * lm.vocab_size * max(4, lm.dtype.itemsize)
 
 
 def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
-    """Bytes of a text's logits in a step, and of what accepting tokens makes of them."""
-    weights = lm.dtype.itemsize
-    wide = max(4, weights)
-    if extent.is_greedy:
-        copies = wide + weights * (weights < 4)  # as computed, and in float32
-    elif extent.truncates:
-        copies = 3 * wide + 3 * INT64 + 1  # divided and sorted; their places, two of the sums; a mask
-    else:
-        copies = 2 * wide + INT64 * (lm.device.type == "cpu")  # with their probabilities, and sums in float64
-    return extent.nodes * lm.vocab_size * copies
+    """Bytes of the logits of a step, and of what accepting and log probabilities make of them."""
+    batch, nodes, vocab, is_on_cpu = extent.batch, extent.nodes, lm.vocab_size, lm.device.type == "cpu"
+    copies = accept_bytes(lm.dtype, is_greedy=extent.is_greedy, truncates=extent.truncates, is_on_cpu=is_on_cpu)
+    raw, has_rules = _raw_bytes(lm, extent), bool(extent.rules)
+    kept = rule_bytes(extent.rules, batch, nodes, vocab, extent.length)[0] + raw * has_rules  # before the rules, too
+    paths, behind = (batch * each for each in logprob_bytes(extent.path_nodes, vocab, has_rules=has_rules))
+    step = kept + max(batch * nodes * vocab * copies, raw + paths)
+    return max(step, behind) if is_on_cpu else step + behind  # graphs keep what a captured step needs
 
 
 def _distribution_bytes(lm: TreeLM, extent: Extent) -> int:

@@ -201,11 +201,13 @@ class Batch:
         prompt_length: most tokens of a prompt.
         is_padded: whether prompts may differ in length.
         refills: whether a request takes the row of a sequence that has ended.
-        has_rules: whether a request has token rules or a grammar.
+        rules: token rules of the requests that have some.
+        has_grammar: whether a request has a grammar.
         processor: of all their logits, or None; its steps are not captured.
         min_nodes: nodes that a state has room for at least, and so tokens that ``extend`` runs at once.
         limits_nodes: whether requests may have budgets of their own.
         keeps_probs: whether the probabilities of the accepted paths are computed.
+        keeps_logprobs: whether log probabilities of tokens are.
     """
 
     requests: Iterator[Request]
@@ -216,11 +218,13 @@ class Batch:
     prompt_length: int
     is_padded: bool = False
     refills: bool = False
-    has_rules: bool = False
+    rules: tuple[TokenRules, ...] = ()
+    has_grammar: bool = False
     processor: NodeProcessor | None = None
     min_nodes: int = 1
     limits_nodes: bool = False
     keeps_probs: bool = False
+    keeps_logprobs: bool = False
 
     @property
     def is_greedy(self) -> bool:

@@ -17,7 +17,7 @@ from stree.drafters.overlapped import OverlappedDrafter
 from stree.drafters.target_init import drafter_and_verifier
 from stree.growth import Growth, sized_growth
 from stree.models.tree_lm import TreeLM
-from stree.verify import LONGEST, Verifier, verifier_of
+from stree.verify import LONGEST, Verifier, name_of, verifier_of
 
 __all__ = ["Settings"]
 
@@ -62,6 +62,8 @@ class Settings:
             raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
         check_sizes(budget=None if isinstance(budget, str) else budget)
         self.rule = verifier_of(verifier)
+        if not (allow_lossy or getattr(self.rule, "is_lossless", True)):
+            raise ValueError(f"verifier {name_of(verifier)} is not lossless; pass allow_lossy=True to run it")
         self.lm, self.cancelled, self.policy, self._overlaps = lm, cancelled, policy, overlap
         self.budget = budget if budget is None or isinstance(budget, str) else operator.index(budget)
         self.drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
@@ -97,7 +99,7 @@ class Settings:
         """
         for sampling in batch.kinds:
             self.rule.check(sampling)
-        if self._overlaps and (batch.processor is not None or batch.has_rules):
+        if self._overlaps and (batch.processor is not None or batch.rules or batch.has_grammar):
             raise ValueError("overlap takes no logits_processor, grammar, bias, penalty or rule of tokens")
         if self.verifier == LONGEST and len(batch.kinds) > 1:
             raise ValueError(f"TargetInit takes one sampling for all prompts, got {len(batch.kinds)}")

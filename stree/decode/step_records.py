@@ -95,11 +95,11 @@ def path_probs(
         The target's probability of the token after each node, and the draft's of the node, NaN where it was not drawn.
     """
     nodes, drawn_from = acceptance.path.clamp(min=0).long(), draft.probs
-    after, _ = sampling.draft_probs(logits.take_along_dim(nodes[..., None], 1))
+    batch = torch.arange(len(nodes), device=nodes.device)[:, None]
+    after, _ = sampling.draft_probs(logits[batch, nodes])
     target = after.gather(-1, emitted[..., None]).squeeze(-1)
     drawn = torch.full_like(target, math.nan)
     if drawn_from is not None and verifier != "match":
-        batch = torch.arange(len(nodes), device=nodes.device)[:, None]
         rows, tokens = drawn_from.row.gather(1, nodes).clamp(min=0).long(), draft.tree.tokens.gather(1, nodes)
         probs = drawn_from.probs[batch, rows, tokens].to(target.dtype)
         drawn = torch.where(drawn_from.kind.gather(1, nodes) == DELTA, drawn, probs)

@@ -197,5 +197,5 @@ class LaunchedStep:
 
 def on_path(values: Tensor, path: Tensor) -> Tensor:
     """Take from [batch, n, ...] values of nodes those of the nodes of int32[batch, m] paths; any where it is -1."""
-    nodes = path.clamp(min=0).long().view(*path.shape, *[1] * (values.dim() - 2))
-    return values.take_along_dim(nodes.to(values.device), 1)
+    nodes = path.clamp(min=0).long().to(values.device)
+    return values[torch.arange(len(nodes), device=nodes.device)[:, None], nodes]  # a gather would expand the indices

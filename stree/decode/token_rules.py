@@ -92,6 +92,12 @@ class TokenRules:
         }
         return frozenset(name for name, is_needed in needed.items() if is_needed)
 
+    @property
+    def words_shape(self) -> tuple[int, int]:
+        """Number of the bad words of several tokens, and the length of the longest."""
+        lengths = [len(word) for word in self.bad_words if len(word) > 1]
+        return len(lengths), max(lengths, default=0)
+
     def bias(self, vocab_size: int) -> Tensor:
         """Return float32[vocab], what is added to the logits of every node: -inf where a token is always excluded."""
         bias = torch.zeros(vocab_size, device="cpu")

@@ -16,6 +16,7 @@ from stree.decode.sequences import Sequences, Text
 from stree.decode.settings import Settings
 from stree.decode.step_cache import step_cache_of
 from stree.decode.step_result import StepResult
+from stree.decode.token_rules import TokenRules
 from stree.decode.tree_sizes import budget_policy
 from stree.models.layout import layout_of, writes_of
 from stree.models.state import DecodeState
@@ -28,6 +29,7 @@ __all__ = ["MOST_STOPS", "PREFILL_NODES", "RunningBatch"]
 MOST_STOPS = 64  # stop tokens of a request
 PREFILL_NODES = 64  # tokens that later chunks of a prompt run at once
 MIXED = frozenset({Sampling(), Sampling(1.0, top_k=1)})  # a captured step serves all mixtures
+ANY_RULES = (TokenRules({0: 1.0}, 2.0, 1.0, 1.0, min_new_tokens=1, stops=frozenset({0})),)  # that requests may have
 
 
 class RunningBatch:
@@ -158,7 +160,7 @@ class RunningBatch:
     def _new_loop(self, rows: int) -> DecodeLoop:
         batch = Batch(
             iter(()), MIXED, MOST_STOPS, max_batch=rows, max_length=self._max_length, prompt_length=self._max_length,
-            refills=True, min_nodes=PREFILL_NODES, limits_nodes=True,
+            refills=True, min_nodes=PREFILL_NODES, limits_nodes=True, rules=ANY_RULES, keeps_logprobs=True,
         )  # fmt: skip
         return DecodeLoop(self._settings, batch, Sequences(self._is_cancelled), self._step_cache)
 

@@ -1,8 +1,8 @@
 """Verification: which drafted nodes of a tree the target accepts, and the token that follows them.
 
 One rule per file: greedy and MATCH (``match``), recursive rejection (``rejection``), traversal verification, which is
-block verification on a chain (``traversal``), and one that is not lossless (``longest``). A rule of your own is a
-``Verifier``. In the docstrings p is the target's distribution and q the draft's.
+block verification on a chain (``traversal``), and two that are not lossless (``longest``, ``forced``). A rule of
+your own is a ``Verifier``. In the docstrings p is the target's distribution and q the draft's.
 """
 
 from stree.verify.acceptance import LONGEST, VERIFIERS, accept, name_of, verifier_of

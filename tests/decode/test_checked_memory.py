@@ -20,6 +20,7 @@ from stree import generation
 from stree.decode import memory
 from stree.decode.memory import Extent
 from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from stree.models.tree_memory import tree_bytes
 from stree.sampling import Sampling
 
 SIZES: dict[str, Any] = {
@@ -80,7 +81,53 @@ def assert_prefill_is_checked(lm: stree.TreeLM, lengths: list[int]) -> None:
     assert needed == pytest.approx(memory_of.peak, rel=0.05, abs=2**19)  # scans in slices hold their outputs twice
 
 
+@pytest.mark.parametrize("family", slow_unless(OF_EACH_KIND.__contains__, FAMILIES))
+def test_a_forward_over_a_tree_takes_as_much_as_was_checked(family: str) -> None:
+    batch, nodes, length = 2, 16, 300
+    lm = stree.TreeLM(family_model(family))
+    state = lm.new_state(batch, length, nodes)
+    lm.prefill(state, torch.zeros(batch, length - 2, dtype=torch.long))
+    tree = stree.TokenTree(torch.zeros(nodes, dtype=torch.long).repeat(batch, 1), STAR.repeat(batch, 1))
+    assert tree.depths.max() == tree.ancestor_mask.sum(-1).max() - 1  # which are computed when they are first read
+    with PeakMemory() as memory_of:
+        lm.verify(state, tree)
+    assert tree_bytes(lm, batch, nodes, length) == pytest.approx(memory_of.peak, rel=0.05)
+
+
+STAR = torch.tensor([-1] + [0] * 15)
+
+
+def test_kernels_take_less_than_the_reference_and_the_same_at_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = stree.TreeLM(family_model("bamba"))
+    on_cpu = tree_bytes(lm, 2, 16, 4096)
+    monkeypatch.setattr(stree.TreeLM, "device", torch.device("cuda"))
+    on_gpu = tree_bytes(lm, 2, 16, 4096)
+    logits = 2 * 16 * lm.vocab_size * 4
+    assert logits < on_gpu == tree_bytes(lm, 2, 16, 64) < on_cpu
+
+
+RULES: dict[str, Any] = {
+    "logit_bias": {3: 1.0}, "repetition_penalty": 1.2, "presence_penalty": 0.5, "bad_words": [[1, 2], [4]],
+    "min_new_tokens": 3, "stop_token_ids": [3],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("has_drafter", "sampling", "options"),
+    [
+        (False, Sampling(), {"logprobs": 3}),
+        (False, Sampling(0.8), RULES),
+        (True, Sampling(0.8, top_p=0.9), {"logprobs": 3, **RULES}),
+    ],
+)  # fmt: skip
+def test_log_probabilities_and_token_rules_take_what_was_checked(
+    has_drafter: bool, sampling: Sampling, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0.95 < needed_over_peak(has_drafter, sampling, torch.float32, monkeypatch, **options) < 1.05
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{"logprobs": 3}, RULES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("has_drafter", "sampling", "verifier"),
@@ -94,23 +141,33 @@ def assert_prefill_is_checked(lm: stree.TreeLM, lengths: list[int]) -> None:
     ],
 )  # fmt: skip
 def test_steps_over_a_large_vocabulary_take_at_most_what_was_checked(
-    has_drafter: bool, sampling: Sampling, verifier: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    has_drafter: bool, sampling: Sampling, verifier: str, dtype: torch.dtype, options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    ratio = needed_over_peak(has_drafter, sampling, dtype, monkeypatch, verifier=verifier, **options)
+    assert 0.95 < ratio < 1.25
+
+
+def needed_over_peak(
+    has_drafter: bool, sampling: Sampling, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> float:
+    """Generate over a large vocabulary; return the memory that is checked over what is taken."""
     needed: list[int] = []
+    monkeypatch.setenv("STREE_DEBUG", "")  # under which the logits of a step are kept
     monkeypatch.setattr(generation, "check_memory", lambda *given: needed.append(memory.needed_bytes(*given)))
     target, draft = (stree.TreeLM(family_model("mamba2", dtype, seed, vocab_size=20_000)) for seed in (0, 1))
     drafter = ModelDrafter(draft) if has_drafter else NoDrafter()
-    options: dict[str, Any] = {"sampling": sampling, "verifier": verifier, "budget": 16 if has_drafter else 1}
+    options |= {"sampling": sampling, "budget": 16 if has_drafter else 1}
     with PeakMemory() as memory_of:
         stree.generate(target, [[5, 6, 7]] * 3, drafter, max_new_tokens=8, max_length=64, **options)
-    assert 0.95 < needed[0] / memory_of.peak < 1.25
+    return float(needed[0] / memory_of.peak)
 
 
 def test_a_prompt_that_does_not_fit_beside_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = stree.TreeLM(AutoModelForCausalLM.from_config(MODELS["attention"]).eval())
     prompt, state = [[1] * 512], memory.state_bytes(lm, 1, 512 + 8 + 1, 1)
     monkeypatch.setattr(memory, "free_bytes", lambda _: 3 * state)
-    with pytest.raises(ValueError, match=r"the states need .* in a prefill or in the logits of a step, .* are free"):
+    with pytest.raises(ValueError, match=r"the states need .* in a prefill or a step, .* are free"):
         stree.generate(lm, prompt, budget=1, max_new_tokens=8)
     lm.chunk_size = 64  # a part of a prompt at a time
     assert len(stree.generate(lm, prompt, budget=1, max_new_tokens=8).sequences[0]) == 520

@@ -1,0 +1,74 @@
+"""Memory of scoring trees: the peak of a forward over a tree, which is run on tensors without values.
+
+On a GPU the Triton kernels' outputs are counted, which are allocated and not computed; on a CPU the temporaries of the
+reference, which serves there.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from stree.kernels.dispatch import TRITON, as_on_device
+from stree.models.prefill_memory import PrefillBytes, model_without_values
+from stree.models.tree_scorer import TreeScorer
+from stree.tree import TokenTree
+
+__all__ = ["tree_bytes"]
+
+logger = logging.getLogger("stree")
+_measured: dict[tuple[Any, ...], int] = {}
+
+
+def tree_bytes(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
+    """Return the most bytes that scoring a tree holds beside the state: activations, temporaries and the logits.
+
+    Args:
+        lm: the model; its weights are not read.
+        batch: texts.
+        nodes: of each tree, root included.
+        length: most tokens of a text.
+
+    Returns:
+        The bytes, or 0 for a model whose forward needs values.
+    """
+    if lm.device.type == "cuda":  # kernels read the context in place
+        return _at(lm, batch, nodes, nodes)
+    longer = 1 << (max(length, nodes) - 1).bit_length()
+    shorter = longer // 2
+    low, high = (_at(lm, batch, nodes, size) for size in (shorter, longer))
+    return low + (high - low) * (max(length, nodes) - shorter) // max(1, longer - shorter)
+
+
+def _at(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
+    """Return the bytes at a length; they are a convex function of it, so between two lengths at most the mean."""
+    kind = type(lm.model), lm.model.config.to_json_string(), lm.dtype, lm.device.type, lm.fused_layers
+    key = kind, batch, nodes, length
+    if key not in _measured:
+        try:
+            _measured[key] = _measure(lm, batch, nodes, length)
+        except Exception as problem:
+            logger.debug("the memory of a tree is not checked: %s: %s", type(problem).__name__, problem)
+            _measured[key] = 0
+    return _measured[key]
+
+
+def _measure(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
+    """Score a chain on ``meta``."""
+    on_gpu = lm.device.type == "cuda"
+    with (
+        torch.no_grad(), _disable_current_modes(), torch.device("meta"),
+        as_on_device(triton=on_gpu, operations=TRITON if on_gpu else (), launches=False),
+    ):  # fmt: skip
+        other = TreeScorer(model_without_values(lm))
+        other.fused_layers = lm.fused_layers
+        tokens = torch.zeros(batch, nodes, dtype=torch.long)
+        tree = TokenTree.unchecked(tokens, (torch.arange(nodes).expand(batch, -1) - 1).int())
+        state = other.new_state(batch, max(length, 1), nodes, fixed_shapes=True)
+        tracker = PrefillBytes(is_padded=False)
+        with tracker:
+            other.score(state, tree, 0, None)
+    return tracker.peak
