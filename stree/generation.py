@@ -101,7 +101,7 @@ def generate(
         overlap: draft the next tree while the target verifies, below the path that is likeliest to be accepted, and use
             it if that one was: in a thread, on CUDA in a second stream.  For draft models, without logits processors,
             bias and penalties; steps are not captured.  See docs/choosing.md for where it pays.
-        allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
+        allow_lossy: let ``TargetInit`` and ``TypicalAcceptance`` run, whose texts are not distributed as the target's.
 
         Which token:
         sampling: temperature, top-k, top-p, min-p; None for greedy.

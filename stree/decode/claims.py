@@ -17,7 +17,7 @@ def losslessness(drafter: Drafter, growth: Growth | None, verifier: Verifier) ->
     False for rules that are known not to keep it, True for classes of this package, which its tests check by
     enumeration, "claimed" where a class of another author takes part: ``stree.testing`` checks those.
     """
-    if not drafter.is_lossless:
+    if not (drafter.is_lossless and getattr(verifier, "is_lossless", True)):
         return False
     parts = drafter, growth if drafter.uses_growth else None, verifier
     return "claimed" if not all(map(is_own, parts)) else True

@@ -17,7 +17,7 @@ from stree.drafters.overlapped import OverlappedDrafter
 from stree.drafters.target_init import drafter_and_verifier
 from stree.growth import Growth, sized_growth
 from stree.models.tree_lm import TreeLM
-from stree.verify import LONGEST, Verifier, verifier_of
+from stree.verify import LONGEST, Verifier, name_of, verifier_of
 
 __all__ = ["Settings"]
 
@@ -62,6 +62,9 @@ class Settings:
             raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
         check_sizes(budget=None if isinstance(budget, str) else budget)
         self.rule = verifier_of(verifier)
+        if not getattr(self.rule, "is_lossless", True) and not allow_lossy:
+            what = f"{name_of(self.rule)} does not keep the target's distribution"
+            raise ValueError(f"{what}; it runs only with allow_lossy=True")
         self.lm, self.cancelled, self.policy, self._overlaps = lm, cancelled, policy, overlap
         self.budget = budget if budget is None or isinstance(budget, str) else operator.index(budget)
         self.drafter = SuffixDrafter() if drafter is None else load(drafter, lm)
