@@ -25,6 +25,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import cached_file
 
 from stree.models.families import config_of_text_model, family_of
+from stree.models.mamba_in_llama import config_of_hybrid, load_hybrid, mixer_sizes
 from stree.models.native import config_of_native, is_native, load_native
 
 __all__ = ["load_config", "load_model", "raw_config", "torch_device", "torch_dtype"]
@@ -44,6 +45,8 @@ def load_config(name_or_path: str | Path, *, trust_remote_code: bool = False) ->
     try:
         if is_native(raw):
             return config_of_native(raw)
+        if (sizes := mixer_sizes(name_or_path, raw)) is not None:
+            return config_of_hybrid(raw, sizes)
         return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
     except NotImplementedError:
         raise
@@ -83,6 +86,12 @@ def load_model(
                 "device_map and tp_plan are not supported for native mamba-ssm checkpoints; give a device"
             )
         model = load_native(raw, _native_weights(name_or_path))
+        return model.to(device) if dtype == "auto" else model.to(device, cast(torch.dtype, dtype))
+    sizes = mixer_sizes(name_or_path, raw)
+    if sizes is not None:
+        if device_map is not None or tp_plan is not None:
+            raise NotImplementedError("device_map and tp_plan are not supported for MambaInLlama; give a device")
+        model = load_hybrid(name_or_path, raw, sizes)
         return model.to(device) if dtype == "auto" else model.to(device, cast(torch.dtype, dtype))
     whole = load_config(name_or_path, trust_remote_code=trust_remote_code)
     config = config_of_text_model(whole)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Mamba2Config, MambaConfig, PreTrainedConfig
 
-__all__ = ["config_of_native", "is_native", "load_native"]
+__all__ = ["config_of_native", "is_native", "load_native", "place_weights", "read_weights"]
 
 RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 EPSILON = 1e-5  # of every norm in mamba-ssm
@@ -104,9 +104,19 @@ def load_native(config: Mapping[str, Any], weights: Path) -> Any:
         and not hasattr(model.backbone.layers[0].mixer.norm, "group_size")
     ):
         raise NotImplementedError(f"this transformers has no grouped norm in Mamba-2, got ngroups={mapped.n_groups}")
-    found = {RENAMED.get(name, name): tensor for name, tensor in _read(weights).items()}
+    found = {RENAMED.get(name, name): tensor for name, tensor in read_weights(weights).items()}
     if mapped.tie_word_embeddings and "backbone.embeddings.weight" in found:
         found["lm_head.weight"] = found["backbone.embeddings.weight"]
+    place_weights(model, found)
+    return model
+
+
+def place_weights(model: Any, found: Mapping[str, Tensor]) -> None:
+    """Place the tensors of a checkpoint in a transformers model that was made on the meta device.
+
+    Raises:
+        ValueError: weights are missing, unknown or of another shape.
+    """
     expected = model.state_dict()
     problems = [f"lacks {name}" for name in expected if name not in found]
     problems += [f"has {name}, which this architecture does not" for name in found if name not in expected]
@@ -119,7 +129,6 @@ def load_native(config: Mapping[str, Any], weights: Path) -> Any:
         raise ValueError(f"the native checkpoint {problems[0]}; {len(problems)} such weights")
     model.load_state_dict(found, assign=True)
     model.tie_weights()
-    return model
 
 
 def _mamba1(common: dict[str, Any], options: dict[str, Any]) -> MambaConfig:
@@ -148,7 +157,7 @@ def _mamba2(common: dict[str, Any], options: dict[str, Any]) -> Mamba2Config:
     )
 
 
-def _read(weights: Path) -> dict[str, Tensor]:
+def read_weights(weights: Path) -> dict[str, Tensor]:
     """Read a dict of tensors from a file; any other content raises."""
     try:
         if weights.suffix == ".safetensors":

@@ -103,7 +103,8 @@ def generate(
         overlap: draft the next tree while the target verifies, below the path that is likeliest to be accepted, and use
             it if that one was: in a thread, on CUDA in a second stream.  For draft models, without logits processors,
             grammars, bias and penalties; steps are not captured.  See docs/choosing.md for where it pays.
-        allow_lossy: let ``TargetInit`` run, whose text is not distributed as the target's.
+        allow_lossy: let ``TargetInit``, ``TypicalAcceptance`` and ``ForcedLength`` run, whose texts do not follow the
+            target's distribution.
 
         Which token:
         sampling: temperature, top-k, top-p, min-p; None for greedy.

@@ -11,6 +11,7 @@ from typing import Any
 __all__ = [
     "ASSETS",
     "documents",
+    "encode_turn",
     "load_tokenizer",
     "locate",
     "nonempty_documents",
@@ -111,3 +112,17 @@ def _lines(file: Path, text: str) -> Iterator[str]:
             raise ValueError(f"line {number} of {file} is no UTF-8 text: {error}") from error
         if found:
             yield found
+
+
+def encode_turn(tokenizer: Any, prompt: str, *, chat: bool) -> list[int]:
+    """Return the tokens of a prompt, with ``chat`` as the first turn of a conversation by the tokenizer's template.
+
+    Raises:
+        ValueError: the tokenizer has no chat template.
+    """
+    if not chat:
+        return list(tokenizer(prompt, verbose=False)["input_ids"])
+    if tokenizer.chat_template is None:
+        raise ValueError("the target's tokenizer has no chat template; leave --chat out")
+    turn = [{"role": "user", "content": prompt}]
+    return list(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"])

@@ -157,7 +157,7 @@ def _run(lm: TreeLM, drafter: Drafter, method: Method, case: Case) -> Run:
         drafter,
         growth=method.growth,
         budget=method.budget,
-        verifier=method.rule,
+        verifier=method.verifier,
         sampling=case.sampling,
         max_new_tokens=case.new_tokens,
         ignore_eos=True,

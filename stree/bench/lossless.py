@@ -16,6 +16,7 @@ from stree.bench.pair import Pair
 from stree.bench.peers import run_transformers
 from stree.bench.records import Record
 from stree.sampling import Random
+from stree.verify import name_of
 
 __all__ = ["check_method", "compare", "judge", "places_in_distribution", "probs_test", "reason_of"]
 
@@ -86,7 +87,7 @@ def _verifier_name(method: Method, temperature: float) -> str:
         return "none"
     if temperature == 0:
         return "greedy"
-    return "match" if method.verifier == "auto" and method.is_deterministic else method.verifier
+    return "match" if method.verifier == "auto" and method.is_deterministic else name_of(method.verifier)
 
 
 def _compare_greedy(pair: Pair, method: Method, case: Case, run: Run, others: dict[str, Run]) -> Record:

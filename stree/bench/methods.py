@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from stree.checks import check_counts
 from stree.growth import Chain, Growth, TargetInit, parse_growth
-from stree.verify import VERIFIERS, Verifier
-from stree.verify.forced import ForcedLength
+from stree.verify import VERIFIERS, ForcedLength, TypicalAcceptance, Verifier
 
 __all__ = ["ASSISTED", "BASELINES", "DEFAULT", "PEERS", "Method", "parse_methods"]
 
@@ -27,6 +26,7 @@ ALONE: dict[str, tuple[str, int | str]] = {  # name -> drafter and budget
 ASSISTED = ("transformers-lookup", "transformers-assistant")
 PEERS = ("transformers", *ASSISTED, "mamba-ssm")
 RETRIEVAL = ("suffix", "fused")
+TYPICAL = "lossy-typical"
 BASELINES = ("unrolled", "snapshot", "replay")  # other ways to verify a tree; ``stree.bench.execute`` has their models
 
 
@@ -40,10 +40,9 @@ class Method:
         growth: shape of a draft model's trees, or None.
         budget: most nodes a step, root included, or "auto"; of a mode of transformers, one more than the tokens that it
             drafts a step.
-        verifier: one of ``stree.verify.VERIFIERS``.
+        verifier: one of ``stree.verify.VERIFIERS``, or a rule that is not lossless.
         baseline: one of ``BASELINES`` in place of the library's verification of a tree, or None.
         depths: of a chain whose depth is still to be chosen; empty for all others.
-        acceptance_length: tokens that each of its steps accepts on average by force, or None.
 
     Raises:
         ValueError: a budget that holds no tree of the growth.
@@ -53,10 +52,9 @@ class Method:
     drafter: str
     growth: Growth | None
     budget: int | str
-    verifier: str = "auto"
+    verifier: str | Verifier = "auto"
     baseline: str | None = None
     depths: tuple[int, ...] = ()
-    acceptance_length: float | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.budget, str):
@@ -81,18 +79,13 @@ class Method:
     @property
     def is_lossy(self) -> bool:
         """Whether its text does not follow the target's distribution: it is timed, and labelled lossy."""
-        return isinstance(self.growth, TargetInit) or self.acceptance_length is not None
-
-    @property
-    def rule(self) -> str | Verifier:
-        """What ``generate`` takes as its verifier."""
-        return self.verifier if self.acceptance_length is None else ForcedLength(self.acceptance_length)
+        return isinstance(self.growth, TargetInit) or not isinstance(self.verifier, str)
 
     def with_acceptance_length(self, tokens: float) -> Method:
         """Force the tokens of a step, under another name; a method that drafts nothing here is returned unchanged."""
         if self.is_peer or self.drafter == "none":
             return self
-        return replace(self, name=f"lossy-forced-{tokens:g}:{self.name}", acceptance_length=tokens)
+        return replace(self, name=f"lossy-forced-{tokens:g}:{self.name}", verifier=ForcedLength(tokens))
 
     @property
     def is_deterministic(self) -> bool:
@@ -115,8 +108,8 @@ def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
     shape says how many; ``chain:FROM-TO``, a chain whose depth is tuned on prompts that are not measured;
     ``suffix[:NODES]``, ``fused[:NODES]``; ``auto``, the library's own choice; and baselines that verify the
     same tree in another way, ``unrolled[:GROWTH]`` its paths as rows of a batch, ``snapshot[:GROWTH]`` with a state for
-    every node, ``replay[:GROWTH]`` with a second run over the accepted path.  ``@VERIFIER`` behind any of them chooses
-    its verifier.
+    every node, ``replay[:GROWTH]`` with a second run over the accepted path; and ``lossy-typical[:GROWTH]``, Medusa's
+    typical acceptance, which is not lossless.  ``@VERIFIER`` behind any of them chooses its verifier.
 
     Args:
         text: the list.
@@ -143,7 +136,7 @@ def _parse(name: str, verifier: str) -> Method:
     if verifier not in VERIFIERS:
         raise ValueError(f"the verifier of {name!r} must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
     kind, _, shape = rest.partition(":")
-    if at and kind in (*PEERS, "lossy-target-init"):
+    if at and kind in (*PEERS, "lossy-target-init", TYPICAL):
         raise ValueError(f"method {name!r} has a rule of its own to accept tokens; leave @{own} out")
     if rest in ALONE:
         drafter, budget = ALONE[rest]
@@ -158,14 +151,14 @@ def _parse(name: str, verifier: str) -> Method:
         if not depths or depths[0] < 1:
             raise ValueError(f"method {name!r} must go from a depth of at least 1 up")
         return Method(name, "model", Chain(depths[-1]), depths[-1] + 1, verifier, depths=depths)
-    baseline = kind if kind in BASELINES else None
+    baseline, rule = kind if kind in BASELINES else None, TypicalAcceptance() if kind == TYPICAL else verifier
     try:
-        named = parse_growth((shape or f"dyspec:{BUDGET}") if baseline else rest)
+        named = parse_growth((shape or f"dyspec:{BUDGET}") if baseline or kind == TYPICAL else rest)
     except ValueError as error:
-        known = ", ".join([*ALONE, *ASSISTED, *RETRIEVAL, *BASELINES])
+        known = ", ".join([*ALONE, *ASSISTED, *RETRIEVAL, *BASELINES, TYPICAL])
         raise ValueError(f"method {name!r} is unknown; known are {known}, and growths: {error}") from error
     budget = _nodes(named.growth) if named.budget is None else named.budget
-    return Method(name, "model", named.growth, budget, verifier, baseline)
+    return Method(name, "model", named.growth, budget, rule, baseline)
 
 
 def _nodes(growth: Growth) -> int:

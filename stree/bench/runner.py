@@ -21,6 +21,7 @@ from stree.bench.records import Record, quantiles
 from stree.bench.verdict import verdict_text
 from stree.decode.step_cache import rounded, step_cache_of
 from stree.heads import OneShotHead
+from stree.verify import ForcedLength
 
 __all__ = ["Runner"]
 
@@ -235,6 +236,6 @@ class Runner:
 
     def _record(self, metric: str, method: Method, params: Record, **values: Any) -> Record:
         """Begin a record."""
-        if method.acceptance_length is not None:
-            values |= {"is_lossy": True, "forced_acceptance_length": method.acceptance_length}
+        if isinstance(method.verifier, ForcedLength):
+            values |= {"is_lossy": True, "forced_acceptance_length": method.verifier.tokens}
         return {**self.base, "provider": method.name, "params": params, "metric": metric, **values}

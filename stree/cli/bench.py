@@ -21,7 +21,7 @@ __all__ = ["add_bench"]
 DEFAULT_BUDGET = 16  # of a profile
 METHODS = (
     "a list: plain, transformers, mamba-ssm, transformers-lookup[:TOKENS], transformers-assistant[:TOKENS], "
-    "suffix[:NODES], fused[:NODES], auto, chain:FROM-TO (tuned), {unrolled,snapshot,replay}[:GROWTH], "
+    "suffix[:NODES], fused[:NODES], auto, chain:FROM-TO (tuned), {unrolled,snapshot,replay,lossy-typical}[:GROWTH], "
     f"each also with @VERIFIER, and the growths {GROWTHS}; a wide choice by default"
 )
 

@@ -52,6 +52,7 @@ def add_export_generate(commands: Any) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     """Run ``stree export-generate``."""
     from stree.models.loading import raw_config
+    from stree.models.mamba_in_llama import mixer_sizes
     from stree.models.native import is_native
 
     options = generation_options(arguments)
@@ -62,8 +63,10 @@ def _export(arguments: argparse.Namespace) -> int:
     if file.exists() and not is_ours:
         raise ValueError(f"{file} is not of stree export-generate; choose another --out")
     name = locate(arguments.target, "target")
-    if is_native(raw_config(name, trust_remote_code=arguments.trust_remote_code)):
-        raise NotImplementedError(f"{arguments.target!r} is a checkpoint of mamba-ssm, which transformers cannot load")
+    raw = raw_config(name, trust_remote_code=arguments.trust_remote_code)
+    if is_native(raw) or mixer_sizes(name, raw) is not None:
+        what = f"{arguments.target!r} is a checkpoint of mamba-ssm or MambaInLlama, which transformers cannot load"
+        raise NotImplementedError(what)
     prepare(arguments)
     folder = _folder(name)
     is_own = out.exists() and out.resolve() == folder

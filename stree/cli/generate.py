@@ -15,7 +15,7 @@ from stree.cli.importing import import_models, without_collection
 from stree.cli.options import add_command, add_generation
 from stree.cli.progress import Progress, TextPrinter
 from stree.files import check_file
-from stree.inputs import load_tokenizer, locate, stop_tokens, tokenizer_fingerprint
+from stree.inputs import encode_turn, load_tokenizer, locate, stop_tokens, tokenizer_fingerprint
 
 __all__ = ["add_generate", "drafting_options", "generation_options", "prepare"]
 
@@ -186,13 +186,7 @@ def _tokenizer(arguments: argparse.Namespace, name: str) -> Any:
 
 def _encode(arguments: argparse.Namespace, tokenizer: Any, prompt: str) -> list[int]:
     """Turn the prompt into tokens."""
-    if not arguments.chat:
-        ids: list[int] = tokenizer(prompt)["input_ids"]
-    elif tokenizer.chat_template is None:
-        raise ValueError("the target's tokenizer has no chat template; leave --chat out")
-    else:
-        turn = [{"role": "user", "content": prompt}]
-        ids = tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = encode_turn(tokenizer, prompt, chat=arguments.chat)
     if not ids:
         raise ValueError("the prompt is empty; give at least one token")
     return ids

@@ -9,7 +9,7 @@ from typing import Any
 
 from stree.cli.options import add_command, add_target
 from stree.files import check_file
-from stree.inputs import load_tokenizer, locate, nonempty_documents
+from stree.inputs import encode_turn, load_tokenizer, locate, nonempty_documents
 
 __all__ = ["add_trim_vocab"]
 
@@ -22,6 +22,7 @@ def add_trim_vocab(commands: Any) -> None:
     source = trim.add_mutually_exclusive_group(required=True)
     source.add_argument("--text", nargs="+", type=Path, help="count in text files, JSON lines, or folders of them")
     source.add_argument("--prompts", nargs="+", type=Path, help="count in what the target generates from these")
+    trim.add_argument("--chat", action="store_true", help="put --prompts through the tokenizer's chat template")
     trim.add_argument("--keep", type=int, required=True, help="tokens to keep, stop tokens included")
     trim.add_argument("--max-new-tokens", type=int, default=128, help="tokens generated for a prompt")
     trim.add_argument("--temperature", type=float, default=1.0, help="of what is generated")
@@ -40,6 +41,8 @@ def _trim(arguments: argparse.Namespace) -> int:
     out = check_file(arguments.out)
     Sampling(arguments.temperature)
     check_counts(max_new_tokens=arguments.max_new_tokens)
+    if arguments.chat and not arguments.prompts:
+        raise ValueError("--chat puts prompts into a conversation; give it with --prompts")
     texts = nonempty_documents(arguments.text or arguments.prompts)
     name = locate(arguments.target, "target")
     config = config_of_text_model(load_config(name))
@@ -47,7 +50,7 @@ def _trim(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.tokenizer or name)
     always = _stop_tokens(name, config, tokenizer)
     check_keep(arguments.keep, config.vocab_size, always)
-    counted = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+    counted = [encode_turn(tokenizer, text, chat=arguments.chat) for text in texts]
     if arguments.prompts:
         counted = _generated(arguments, name, counted, always)
     kept = most_frequent(counted, config.vocab_size, arguments.keep, always)

@@ -63,7 +63,8 @@ class Settings:
         check_sizes(budget=None if isinstance(budget, str) else budget)
         self.rule = verifier_of(verifier)
         if not (allow_lossy or getattr(self.rule, "is_lossless", True)):
-            raise ValueError(f"verifier {name_of(verifier)} is not lossless; pass allow_lossy=True to run it")
+            what = f"{name_of(self.rule)} does not keep the target's distribution"
+            raise ValueError(f"{what}; it runs only with allow_lossy=True")
         self.lm, self.cancelled, self.policy, self._overlaps = lm, cancelled, policy, overlap
         self.budget = budget if budget is None or isinstance(budget, str) else operator.index(budget)
         self.drafter = SuffixDrafter() if drafter is None else load(drafter, lm)

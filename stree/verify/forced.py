@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,7 +33,7 @@ class ForcedLength(Match):
         ValueError: it is below 1 or not finite.
     """
 
-    is_lossless: ClassVar[bool] = False
+    is_lossless = False
 
     tokens: float
 

@@ -18,7 +18,13 @@ class Verifier(Protocol):
 
     A rule is one object for all texts and keeps nothing of any of them.  It runs on the host, so steps with a rule of
     your own are not captured as CUDA graphs.  ``stree.testing.check_verifier`` tests whether a rule is lossless.
+
+    Attributes:
+        is_lossless: False for a rule that is known to change the distribution of texts; ``generate`` takes it with
+            ``allow_lossy=True`` only.
     """
+
+    is_lossless: bool = True
 
     def check(self, sampling: Sampling) -> None:
         """Refuse sampling parameters for which the rule is not made; called for every text before anything runs.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.calls import run_json
@@ -10,6 +11,7 @@ from helpers.tiny_models import VOCAB
 from transformers import AutoTokenizer, GenerationConfig
 
 from stree.cli import main
+from stree.generation import generate
 from stree.vocabulary import load_vocabulary
 
 
@@ -41,3 +43,24 @@ def test_every_stop_token_that_a_target_names_is_kept(target_folder: str, tmp_pa
     finally:
         config.save_pretrained(target_folder)
     assert {vocab["w40"], vocab["w41"]} <= set(load_vocabulary(tmp_path / "kept.json", len(vocab)))
+
+
+def test_prompts_go_through_the_chat_template(
+    target_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w4 w5"}\n', encoding="utf-8")
+    prompts = list[list[int]]()
+
+    def noted(lm: Any, texts: list[list[int]], **options: Any) -> Any:
+        prompts.extend(texts)
+        return generate(lm, texts, **options)
+
+    monkeypatch.setattr("stree.generation.generate", noted)
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    tokenizer.chat_template = "{% for message in messages %}w9 {{ message['content'] }} w8{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "chat")
+    command = ["trim-vocab", "--target", target_folder, "--prompts", str(tmp_path / "prompts.jsonl"), "--keep", "9"]
+    command += ["--max-new-tokens", "4", "--out", str(tmp_path / "kept.json"), "--chat"]
+    assert main([*command, "--tokenizer", str(tmp_path / "chat")]) == 0
+    assert prompts == [tokenizer("w9 w4 w5 w8")["input_ids"]]
+    assert main(command) == 2, "negative control: the target's own tokenizer has no template"

@@ -109,7 +109,7 @@ def test_a_model_s_own_folder_gets_one_file_and_a_copy_has_no_links(target_folde
         "TARGET --out out --budget 0": "budget must be at least 1, got 0",
         "TARGET --out out --drafter suffix --growth chain:2": "--growth shapes the trees of a draft model",
         "TARGET --out out --verifier fastest": "--verifier must be one of",
-        "native --out out": "'native' is a checkpoint of mamba-ssm, which transformers cannot load",
+        "native --out out": "'native' is a checkpoint of mamba-ssm or MambaInLlama, which transformers cannot load",
     }.items(),
 )
 def test_a_mistake_is_named_and_nothing_is_written(
