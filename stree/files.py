@@ -98,8 +98,11 @@ def failures_named(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         # safetensors and torch have errors of their own for a system call that failed.
-        is_writing = any(words in str(error) for words in ("I/O error", "os error", "failed writing"))
+        is_writing = any(words in str(error) for words in ("I/O error", "os error", "failed writing", "enforce fail"))
         if not (isinstance(error, OSError) or is_writing):
             raise
-        cause = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        first: BaseException = error
+        while not isinstance(first, OSError) and first.__context__ is not None:
+            first = first.__context__
+        cause = getattr(first, "strerror", None) or str(error).splitlines()[0]
         raise ValueError(f"cannot write {path}: {cause}") from error

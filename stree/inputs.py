@@ -60,8 +60,12 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
 
-def documents(paths: Sequence[Path]) -> Iterator[str]:
+def documents(paths: Sequence[Path], without: Path | None = None) -> Iterator[str]:
     """Read texts: a file is one, a line of a .jsonl file is one (its ``text`` or ``prompt``), a folder all its files.
+
+    Args:
+        paths: files and folders.
+        without: a folder of which no file is read; None for none.
 
     Raises:
         ValueError: a path that is not there, a file that is no text, or a line without a text; the message names it.
@@ -70,7 +74,7 @@ def documents(paths: Sequence[Path]) -> Iterator[str]:
         if not path.exists():
             raise ValueError(f"there is no file or folder {path}")
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
-            if not file.is_file():
+            if not file.is_file() or (without is not None and file.resolve().is_relative_to(without.resolve())):
                 continue
             try:
                 text = file.read_text(encoding="utf-8-sig")

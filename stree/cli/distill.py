@@ -75,7 +75,7 @@ def _distill(arguments: argparse.Namespace) -> int:
     from stree.distill.folder import RunFolder
     from stree.distill.run import distill_drafter
     from stree.distill.settings import Settings
-    from stree.distill.text import check_length
+    from stree.distill.text import check_length, distinct
     from stree.models.loading import torch_dtype
     from stree.models.tree_lm import TreeLM
 
@@ -84,7 +84,10 @@ def _distill(arguments: argparse.Namespace) -> int:
     recipe = {name: getattr(arguments, name) for name in RECIPE}
     settings = Settings(dtype=None if arguments.dtype == "auto" else torch_dtype(arguments.dtype), **recipe)
     RunFolder(arguments.out, resume=arguments.resume, force=arguments.force)  # refuses before anything is loaded
-    texts = list(documents(arguments.text))
+    given = list(documents(arguments.text, without=arguments.out))
+    texts = distinct(given)
+    if len(texts) < len(given):
+        sys.stderr.write(f"stree: {len(given) - len(texts)} of {len(given)} texts are given twice and left out\n")
     name = locate(arguments.target, "target")
     tokenizer = load_tokenizer(arguments.tokenizer or name, trust_remote_code=arguments.trust_remote_code)
     check_length(texts, tokenizer, settings.length)

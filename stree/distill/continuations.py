@@ -34,7 +34,12 @@ def draw_prompts(text: Corpus, count: int, length: int, rng: np.random.Generator
         count: how many.
         length: most tokens of one.
         rng: of the draws.
+
+    Raises:
+        ValueError: there are only stop tokens to draw from.
     """
+    if not any((stream != text.separator).any() for stream in text.streams.values()):
+        raise ValueError("the text to draw prompts from holds nothing but stop tokens")
     kinds = [kind for kind, stream in text.streams.items() if len(stream)]
     shares = np.array([text.shares[kind] for kind in kinds])
     prompts: list[list[int]] = []

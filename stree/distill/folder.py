@@ -94,10 +94,16 @@ class RunFolder:
         return self.checkpoints / "result"
 
     def publish(self) -> None:
-        """Bring the finished files into the folder, as readable as any new file, and take the checkpoints away."""
+        """Bring the finished files into the folder, as readable as any new file, and take the checkpoints away.
+
+        Until config.json is there, the folder is no drafter; a run that is cut off here is resumed.
+        """
+        (self.path / "config.json").unlink(missing_ok=True)
         mode = self._about.stat().st_mode  # the writer of the weights (safetensors) keeps them to itself
         for file in sorted(self.result.iterdir(), key=lambda file: file.name == "config.json"):
             if file.is_file():
                 file.chmod(mode)
+            elif (self.path / file.name).is_dir():  # of the drafter that is replaced
+                shutil.rmtree(self.path / file.name)
             os.replace(file, self.path / file.name)
         shutil.rmtree(self.checkpoints)

@@ -22,10 +22,10 @@ from stree.distill.heads.network import HeadNetwork, Outputs, head_loss, outputs
 from stree.distill.network import build, check_forward, drafter_config, use_training_forward
 from stree.distill.report import card, measure_probs, measure_tau
 from stree.distill.settings import Settings
-from stree.distill.text import Batches, Corpus, encode, hold_out
+from stree.distill.text import Batches, Corpus, distinct, encode, hold_out
 from stree.distill.training import Budget, Logits, compiler, distill_loss, matmul_dtype, probs_of, text_loss, train
 from stree.drafters import ModelDrafter, load
-from stree.files import alone_in
+from stree.files import alone_in, failures_named
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["distill_drafter", "fit", "fit_head", "save_model"]
@@ -51,7 +51,7 @@ def distill_drafter(
     Args:
         target: the model whose text is drafted.
         tokenizer: the target's, of transformers; it is saved beside the drafter.
-        texts: documents; their end is held out and measured on.
+        texts: documents, repeats left out; their end is held out and measured on.
         out: a new or empty folder.  What it gets: config, weights, tokenizer, README.md (the card), distill.json.
         settings: sizes, time and recipe.
         name: of the target, for the card.
@@ -62,15 +62,15 @@ def distill_drafter(
         What distill.json holds: held-out measures, tau, stages, settings.
 
     Raises:
-        ValueError: too little text, a size outside its range, a folder that holds something else or that another run
-            writes into; nothing is written.
+        ValueError: too little text, a size outside its range, a stop token that the target does not have, a folder that
+            holds something else or that another run writes into; nothing is written.
         RuntimeError: training diverged; the last checkpoint stays.
     """
     folder = RunFolder(out, resume=resume, force=force)
     settings = _sized(settings or Settings(), target)
     name = str(name or target.model.name_or_path or target.model.config.model_type)
     separator, special = _special_tokens(target, tokenizer)
-    stream = encode(list(texts), tokenizer, target.vocab_size, separator)
+    stream = encode(distinct(texts), tokenizer, target.vocab_size, separator)
     train_stream, held_out = hold_out(stream, settings.length)
     digest = hashlib.sha256(stream.tobytes()).hexdigest()[:16]
     identity = {"target": name, "vocab_size": target.vocab_size, "text": digest}
@@ -97,8 +97,9 @@ def distill_drafter(
             "num_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
             "text_tokens": len(train_stream), "generated_tokens": generated, "stages": stages, "settings": recipe,
         }  # fmt: skip
-        (folder.result / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
-        (folder.result / "README.md").write_text(card(metrics), encoding="utf-8")
+        with failures_named(folder.result):
+            (folder.result / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
+            (folder.result / "README.md").write_text(card(metrics), encoding="utf-8")
         folder.publish()
         return metrics
 
@@ -116,10 +117,11 @@ def _saved_and_measured(
     target: TreeLM, drafter: Any, tokenizer: Any, folder: Path, held_out: np.ndarray, settings: Settings
 ) -> dict[str, Any]:
     """Save a drafter, load it and measure it on the held-out stream."""
-    if isinstance(drafter, HeadNetwork):
-        drafter.save(folder)
+    is_head = isinstance(drafter, HeadNetwork)
+    with failures_named(folder):
+        drafter.save(folder) if is_head else save_model(drafter, tokenizer, folder)
+    if is_head:
         return {"tau": measure_tau(target, load(folder, target), held_out)}
-    save_model(drafter, tokenizer, folder)
     lm = TreeLM.from_pretrained(folder, device=target.device)
     exact, drafted = (probs_of(model, torch.float32) for model in (target.model, lm.model))
     probs = measure_probs(exact, drafted, held_out, settings.length, target.device)
@@ -232,7 +234,12 @@ def _special_tokens(target: TreeLM, tokenizer: Any) -> tuple[int | None, dict[st
     """Find the token that separates documents, and the special tokens of the drafter's config."""
     config = target.model.config.get_text_config()
     stop = target.model.generation_config.eos_token_id if target.eos_token_ids else config.eos_token_id
-    known = [tokenizer.eos_token_id, *(stop if isinstance(stop, list) else [stop])]
+    stops = [] if stop is None else stop if isinstance(stop, list) else [stop]
+    if stop == [] or any(not 0 <= token < target.vocab_size for token in stops):
+        raise ValueError(
+            f"eos_token_id of the target must be None or tokens of the target's {target.vocab_size}, got {stop}"
+        )
+    known = [tokenizer.eos_token_id, *stops]
     separator = next((token for token in known if token is not None and token < target.vocab_size), None)
     ids = {name: getattr(config, name, None) for name in ("bos_token_id", "pad_token_id")}
     return separator, {**ids, "eos_token_id": stop}

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 
+from stree.checks import check_sizes
 from stree.distill.network import CHUNK
 
 __all__ = ["KINDS", "RECIPES", "Settings"]
@@ -46,6 +48,7 @@ class Settings:
         seed: of weights, windows and generated text.
 
     Raises:
+        TypeError: a count that is no integer.
         ValueError: one outside its range.
     """
 
@@ -72,15 +75,14 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every value."""
+        check_sizes(
+            layers=self.layers, batch_size=self.batch_size, steps=self.steps, hidden=self.hidden, length=self.length
+        )
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
         recipes = RECIPES.get(self.kind, ("plain",))
         if self.recipe not in recipes:
             raise ValueError(f"recipe of kind {self.kind} must be one of {', '.join(recipes)}, got {self.recipe!r}")
-        for name in ("layers", "batch_size", "steps", "hidden"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.hidden is not None and self.hidden % 16:
             raise ValueError(f"hidden must be a multiple of 16, got {self.hidden}")
         if self.length < 8 or (self.length > CHUNK and self.length % CHUNK):
@@ -88,11 +90,18 @@ class Settings:
         for name in ("minutes", "muon_lr", "adam_lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
-        for name, high in (("text_share", 1.0), ("generated", 1.0)):
-            if not 0 <= getattr(self, name) < high:
-                raise ValueError(f"{name} must be in [0, {high:g}), got {getattr(self, name)}")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be finite and not negative, got {self.temperature}")
+        for name in ("text_share", "generated"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not 0 <= self.warmup <= 1:
+            raise ValueError(f"warmup must be in [0, 1], got {self.warmup}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be in (0, 1], got {self.decay}")
+        for name in ("temperature", "save_every"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        if not isinstance(self.seed, Integral):
+            raise TypeError(f"seed must be an integer, got {type(self.seed).__name__}")
         if not 0 <= self.seed < 2**31:
             raise ValueError(f"seed must be in [0, 2**31), got {self.seed}")
         if self.dtype not in (None, torch.bfloat16, torch.float32):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Batches", "Corpus", "check_length", "encode", "hold_out", "pack"]
+__all__ = ["Batches", "Corpus", "check_length", "distinct", "encode", "hold_out", "pack"]
 
 HELD_OUT_SHARE = 0.05
 HELD_OUT_WINDOWS = 32  # at most
@@ -41,6 +41,11 @@ def pack(documents: Iterable[Sequence[int]], separator: int | None) -> np.ndarra
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
 
+def distinct(texts: Iterable[str]) -> list[str]:
+    """Leave out texts that are given again, white space around them not counted: what is held out must be new."""
+    return list({text.strip(): text for text in reversed(list(texts))}.values())[::-1]
+
+
 def encode(texts: Sequence[str], tokenizer: Any, vocab_size: int, separator: int | None) -> np.ndarray:
     """Tokenise texts into one stream.
 
@@ -58,7 +63,7 @@ def encode(texts: Sequence[str], tokenizer: Any, vocab_size: int, separator: int
         documents += tokenizer(list(texts[start : start + AT_ONCE]), verbose=False)["input_ids"]
     ended = [document[:-1] if document and document[-1] == separator else document for document in documents]
     stream = pack([document for document in ended if document], separator)
-    if not stream.size:
+    if not stream.size or (separator is not None and not (stream != separator).any()):
         raise ValueError("there is no text to train on")
     if int(stream.max()) >= vocab_size:
         raise ValueError(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
+from zipfile import ZipFile
 
 import torch
 import torch.nn.functional as F
@@ -159,7 +160,7 @@ def train(
         Steps, tokens, seconds and the final smoothed loss.
 
     Raises:
-        RuntimeError: the loss is no longer finite; the last checkpoint stays.
+        RuntimeError: the loss is no longer finite, after the last step either; the last checkpoint stays.
     """
     stage = _Stage(path, model.train(), make_optimizers(model, settings), batches)
     if resume and path.exists():
@@ -167,15 +168,14 @@ def train(
     done, (key, most), device = stage.done, budget, next(model.parameters()).device
     last = last_save = time.monotonic()
     columns = (*Progress.get_default_columns(), TextColumn("loss {task.fields[loss]:.3f}"))
+    windows = None
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(path.stem, total=most, loss=done["loss"])
         while done[key] < most:
             factor = schedule(done[key] / most, settings.warmup, settings.decay)
             windows = batches.next(settings.batch_size).to(device)
             value = _step(model, loss_fn(model, windows), stage.optimizers, factor, settings.clip)
-            if not math.isfinite(value):
-                reason = f"the loss is {value} at step {int(done['steps'])}; lower learning rates"
-                raise RuntimeError(f"{path.stem}: {reason}")
+            _check_finite(path.stem, value, int(done["steps"]))
             now = time.monotonic()
             stage.count(value, windows[:, 1:].numel(), now - last)
             last = now
@@ -183,8 +183,17 @@ def train(
             if now - last_save >= settings.save_every:
                 stage.save()
                 last_save = now
+    if windows is not None:  # else nothing was left to do
+        with torch.no_grad():
+            _check_finite(path.stem, loss_fn(model, windows).item(), int(done["steps"]))
     stage.save()
     return done
+
+
+def _check_finite(stage: str, loss: float, step: int) -> None:
+    """Refuse a loss that is not finite."""
+    if not math.isfinite(loss):
+        raise RuntimeError(f"{stage}: the loss is {loss} at step {step}; lower learning rates")
 
 
 @dataclass(slots=True)
@@ -201,12 +210,15 @@ class _Stage:
         """Write the checkpoint, whole or not at all."""
         states = [optimizer.state_dict() for optimizer in self.optimizers]
         content = {"model": self.model.state_dict(), "optimizers": states, "done": self.done}
-        with replacing(self.path) as beside:
-            torch.save({**content, "batches": self.batches.state}, beside)
+        with replacing(self.path) as beside, beside.open("wb") as file:  # whose errors name their cause, unlike torch's
+            torch.save({**content, "batches": self.batches.state}, file)
 
     def load(self) -> None:
         """Put a checkpoint back, but for the peak learning rates, which may be others now."""
         with reading(self.path):
+            with ZipFile(self.path) as packed:  # torch writes checksums and does not read them
+                if (damaged := packed.testzip()) is not None:
+                    raise ValueError(f"{damaged} does not have the checksum that it was written with")
             saved = torch.load(self.path, map_location=next(self.model.parameters()).device, weights_only=True)
         self.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):

@@ -83,6 +83,20 @@ def test_sampled_text_of_another_distribution_fails(monkeypatch: pytest.MonkeyPa
     assert found["status"] == "failed" and found["p_value"] < 1e-4
 
 
+@pytest.mark.parametrize("kept", [{"top_k": 3}, {"top_p": 0.3}])
+def test_text_of_the_most_probable_tokens_is_sampled_and_tested_as_such(
+    kept: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(SAMPLED, **kept)
+    assert probs_test(PAIR, method("dyspec:6"), case, 6)["lossless"]
+    assert check_method(PAIR, method("suffix"), [case], 0)["identical"]
+    tokens = execute(PAIR, method("transformers"), case).tokens[0]
+    logits = PAIR.plain_logits([*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
+    assert (case.sampling.probs(logits.double()).gather(1, torch.tensor(tokens)[:, None]) > 0).all()
+    monkeypatch.setattr(lossless, "execute", lambda pair, one, case: execute(pair, one, SAMPLED))
+    assert not probs_test(PAIR, method("dyspec:6"), case, 6)["lossless"], "text of all tokens"
+
+
 @pytest.mark.parametrize("name", ["transformers", "lossy-target-init:2,2"])
 def test_other_libraries_and_lossy_methods_are_not_judged_when_sampling(name: str) -> None:
     found = check_method(PAIR, method(name), [SAMPLED], 2)

@@ -67,9 +67,9 @@ class HeadNetwork(nn.Module, ABC):
         return self._shared[1]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Embed tokens as the target does."""
+        """Embed tokens as the target does, in float32 as all of a head in training."""
         embedded: Tensor = self._shared[0](token_ids)
-        return embedded
+        return embedded.float()
 
     def divergence(self, hidden: Tensor, logits: Tensor) -> Tensor:
         """Mean KL divergence from [batch, n, vocab] logits to those of float[batch, n, hidden] outputs of the head."""
