@@ -72,6 +72,12 @@ def test_the_prompt_of_a_comparison_runs_whole_each_time(served: Served) -> None
     for budget in (None, 1, 1):
         events_of(served, max_tokens=4, budget=budget)
     assert served.engine.totals.sums["cached_tokens"] == before
+    prompt, cached = [7, 8, 9, 10, 11], list[int]()
+    for cache in (False, True, True):  # the first one keeps nothing for the second
+        cached.append(served.engine.submit(prompt, max_new_tokens=2, cache=cache).result(60).stats["num_cached_tokens"])
+    assert cached == [0, 0, len(prompt)]
+    with pytest.raises(TypeError, match="cache must be True or False, got 0"):
+        served.engine.submit(prompt, cache=0)
 
 
 @pytest.mark.parametrize("field", [
