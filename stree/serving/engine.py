@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stree.checks import check_sizes
+from stree.checks import check_flags, check_sizes
 from stree.decode.memory import check_memory
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Request
@@ -123,6 +123,7 @@ class Engine:
             QueueFull: too many requests wait.
             RuntimeError: the engine is closed, or its thread has ended by an error.
         """
+        check_flags(cache=cache)
         handle = RequestHandle(self.totals, self._cache if cache else PrefixCache(0))
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
@@ -136,9 +137,8 @@ class Engine:
         with self._changed:
             if self.problem is not None:
                 raise RuntimeError(self.problem)
-            most, num_open = self.max_batch + (self.max_queue or 0), self.totals.num_open
-            if self.max_queue is not None and num_open >= most:
-                raise QueueFull(f"{num_open} requests run or wait already, of at most {most}")
+            if self.max_queue is not None and self.totals.num_open >= (most := self.max_batch + self.max_queue):
+                raise QueueFull(f"{self.totals.num_open} requests run or wait already, of at most {most}")
             self._waiting.append((handle, request))
             self.totals.sums["requests"] += 1
             self._changed.notify_all()

@@ -10,7 +10,7 @@ import anyio.to_thread
 from fastapi import FastAPI, Response
 from fastapi.responses import HTMLResponse, StreamingResponse
 
-from stree.drafters import NoDrafter
+from stree.drafters import NoDrafter, SuffixDrafter
 from stree.serving.answers import Choice
 from stree.serving.document import page_document, step_json
 from stree.serving.engine import Engine
@@ -58,12 +58,11 @@ def _settings(engine: Engine) -> dict[str, Any]:
     settings = engine.settings
     drafter, growth = settings.drafter, settings.growth or settings.drafter.default_growth
     rule = name_of(settings.verifier)
-    # Retrieved nodes are not drawn: under "auto" they are verified by MATCH.
-    is_match = rule == "match" or (rule == "auto" and not drafter.uses_growth)
+    # Nodes that SuffixDrafter retrieves are not drawn: "auto" verifies them by MATCH.
+    is_match = rule == "match" or isinstance(drafter, NoDrafter) or (rule == "auto" and type(drafter) is SuffixDrafter)
     return {
         "drafter": type(drafter).__name__, "growth": str(growth) if drafter.uses_growth else None, "verifier": rule,
-        "budget": settings.budget, "max_length": engine.max_length,
-        "is_match": is_match or isinstance(drafter, NoDrafter),
+        "budget": settings.budget, "max_length": engine.max_length, "is_match": is_match,
     }  # fmt: skip
 
 

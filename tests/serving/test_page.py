@@ -29,6 +29,12 @@ def events_of(served: Served, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
 
 
+def server_of(html: str) -> dict[str, Any]:
+    (held,) = re.findall(r'id="data">(.*?)</script>', html)
+    found: dict[str, Any] = json.loads(held)["server"]
+    return found
+
+
 def test_the_page_is_one_small_document_whose_policy_allows_its_own_scripts_alone(served: Served) -> None:
     page = httpx.get(served.url)
     assert page.status_code == 200 and len(page.content) < 150_000
@@ -72,6 +78,12 @@ def test_the_prompt_of_a_comparison_runs_whole_each_time(served: Served) -> None
     for budget in (None, 1, 1):
         events_of(served, max_tokens=4, budget=budget)
     assert served.engine.totals.sums["cached_tokens"] == before
+    prompt, cached = [7, 8, 9, 10, 11], list[int]()
+    for cache in (False, True, True):  # the first one keeps nothing for the second
+        cached.append(served.engine.submit(prompt, max_new_tokens=2, cache=cache).result(60).stats["num_cached_tokens"])
+    assert cached == [0, 0, len(prompt)]
+    with pytest.raises(TypeError, match="cache must be True or False, got 0"):
+        served.engine.submit(prompt, cache=0)
 
 
 @pytest.mark.parametrize("field", [
@@ -107,7 +119,6 @@ def test_a_cold_engine_is_warmed_up_before_the_first_text_and_an_error_ends_the_
     monkeypatch.setattr(lm, "verify", verify)
     with stree.Engine(lm, max_length=64) as engine:
         client = TestClient(create_app(engine, tokenizer, "tiny"))
-        assert '"needs_key": false' in client.get("/").text
         for number in (3, 4):
             assert client.post("/demo/stream", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 200
             assert engine.stats["ended"] == number
@@ -115,6 +126,19 @@ def test_a_cold_engine_is_warmed_up_before_the_first_text_and_an_error_ends_the_
         events = client.post("/demo/stream", json={"prompt": PROMPT, "max_tokens": 40}).text.split("\n\n")
         assert '"ids"' in events[0] and "a broken device" in events[-3] and events[-2] == "data: [DONE]"
     assert client.post("/demo/stream", json={"prompt": PROMPT, "max_tokens": 2}).status_code == 503
+
+
+def test_the_page_knows_where_sampled_texts_are_the_same(served: Served) -> None:
+    lm, tokenizer, texts = served.engine.lm, served.tokenizer, list[str]()
+    with stree.Engine(lm, max_length=64) as engine:  # drafts by retrieval
+        client = TestClient(create_app(engine, tokenizer, "tiny"))
+        held = [server_of(html) for html in (client.get("/").text, httpx.get(served.url).text)]
+        assert [(one["is_match"], one["needs_key"]) for one in held] == [(True, False), (False, True)]
+        body = {"prompt": "a, b, a, b, a, b,", "max_tokens": 16, "temperature": 1, "seed": 5}
+        for budget in (8, 1):
+            parts = client.post("/demo/stream", json={**body, "budget": budget}).text.split("\n\n")
+            texts.append("".join(json.loads(part.removeprefix("data: "))["text"] for part in parts if part))
+        assert texts[0] == texts[1]
 
 
 def test_data_in_the_page_cannot_end_its_script(served: Served) -> None:

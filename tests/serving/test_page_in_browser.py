@@ -261,6 +261,10 @@ def test_nodes_are_told_apart_by_shape_and_say_what_is_known_of_them(page: Page,
     page.locator("#tree g.accepted text").first.hover()
     found = page.locator("#node").text_content() or ""
     assert all(part in found for part in ("accepted, depth 1", "draft probability 25 %", "target's probability 50 %"))
+    page.get_by_role("region", name="Token tree").focus()
+    for _ in range(2):
+        page.keyboard.press("ArrowUp")
+    assert "the last token before the step, depth 0" in (page.locator("#node").text_content() or "")
     page.locator("#tree g.beyond text").first.hover()
     assert "not kept" in (page.locator("#node").text_content() or "")
 

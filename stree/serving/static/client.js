@@ -59,9 +59,8 @@ async function generate(event) {
     }
     say(plans.length > 1 ? "Done: first with trees, then by plain decoding." : "Done.");
   } catch (error) {
-    const isOurs = error.name === "AbortError" || error.isTold;
     if (error.name === "AbortError") say("Stopped.");
-    else say(isOurs ? error.message : "The server cannot be reached: it has stopped, or the connection is broken.", true);
+    else say(error.isTold ? error.message : "The server cannot be reached: it has stopped, or the connection is broken.", true);
   } finally {
     abort = null;
     $("run").setAttribute("aria-disabled", false);

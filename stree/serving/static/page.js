@@ -3,6 +3,7 @@
 
 const $ = id => document.getElementById(id);
 const data = JSON.parse($("data").textContent), form = $("form");
+const NODE_HINT = $("node").textContent;
 const END_ROOM = 3; // pixels from its end at which a text still follows what is written
 let runs = {}, shown = null, follows = true, abort = null, isDue = false;
 
@@ -133,7 +134,7 @@ function showStep() {
     document.querySelector("pre .current")?.classList.remove("current");
     run.words[step].classList.add("current");
     if (!follows) reveal(run.words[step]);
-    $("node").textContent = "Point at a node to read about it.";
+    $("node").textContent = NODE_HINT;
     const box = $("tree").parentElement;
     $("tree").toggleAttribute("hidden", !tree);
     if (tree) {
@@ -156,6 +157,13 @@ function showStep() {
 function reveal(word) {
   const box = word.parentElement, top = word.offsetTop - box.offsetTop;
   if (top < box.scrollTop || top + word.offsetHeight > box.scrollTop + box.clientHeight) box.scrollTop = top - box.clientHeight / 2;
+}
+
+// Writes what is known of a node.
+function point(box) {
+  document.querySelector("#tree .pointed")?.classList.remove("pointed");
+  box.classList.add("pointed");
+  $("node").textContent = box.querySelector("title").textContent;
 }
 
 function writeCounts(run, counts) {
@@ -204,8 +212,15 @@ for (const name of ["trees", "plain"]) {
   $(name).onclick = event => event.target.dataset.step && choose(runs[name], +event.target.dataset.step);
 }
 $("tree").onpointerover = event => {
-  const title = event.target.closest("g > g")?.querySelector("title");
-  if (title) $("node").textContent = title.textContent;
+  const box = event.target.closest("g > g");
+  if (box) point(box);
+};
+$("tree").parentElement.onkeydown = event => {
+  const move = {ArrowUp: -1, ArrowDown: 1}[event.key], boxes = [...$("tree").querySelectorAll("g > g")];
+  if (!move || !boxes.length) return;
+  event.preventDefault();
+  const index = boxes.findIndex(box => box.classList.contains("pointed"));
+  point(boxes[Math.min(Math.max(index + move, 0), boxes.length - 1)]);
 };
 document.addEventListener("keydown", event => {
   const move = {ArrowLeft: -1, ArrowRight: 1}[event.key];

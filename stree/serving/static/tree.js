@@ -103,6 +103,7 @@ function drawTree(svg, tree, title) {
 
 // Returns a drawn tree as a document of its own, in the light colours.
 function svgFile(svg) {
+  svg.querySelector(".pointed")?.classList.remove("pointed");
   const copy = svg.cloneNode(true), properties = ["fill", "stroke", "stroke-width", "stroke-dasharray", "stroke-linecap", "font", "text-anchor"];
   svg.style.colorScheme = "light";
   const originals = svg.querySelectorAll("path, rect, text");
