@@ -100,6 +100,11 @@ class TreeProcessing:
         """Parts of the key of captured steps."""
         return () if self._rules is None else self._rules.key
 
+    @property
+    def problems(self) -> dict[int, Exception]:
+        """Why rows cannot go on."""
+        return self._grammars.problems
+
     def of_rows(self, count: int) -> TreeProcessing:
         """Return the same for another number of rows, none of which has begun."""
         rules = None if self._rules is None else self._rules.empty(count)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.checks import check_counts
+from stree.grammar_fields import GRAMMAR_FIELDS, grammar_of
 from stree.request_fields import SAMPLING, chat_messages, check_fields, sampling_of, stop_strings, utf8
 from stree.rule_fields import RULE_FIELDS, rules_of
 from stree.sampling import Sampling
@@ -21,7 +22,7 @@ LIMITS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 INTEGERS = (*LIMITS, "top_k", "seed")
 NUMBERS = (*SAMPLING, *LIMITS, "seed")
-OWN = {"model", "prompt", "messages", "stop", *NUMBERS, *RULE_FIELDS}
+OWN = {"model", "prompt", "messages", "stop", *NUMBERS, *RULE_FIELDS, *GRAMMAR_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +120,9 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         row: ``prompt`` (a text or token ids) or ``messages`` (turns of a chat) and, where it has its own,
             ``max_new_tokens`` (also ``max_tokens``, ``max_completion_tokens``), ``temperature``, ``top_k``, ``top_p``,
-            ``min_p``, ``seed``, ``stop`` and the fields of ``rule_fields``; or these in a ``body``, as an object or its
-            JSON.
-            Other fields of a row are not read; a body with others that decide the text is refused.
+            ``min_p``, ``seed``, ``stop`` and the fields of ``rule_fields`` and ``grammar_fields``; or these in a
+            ``body``, as an object or its JSON.  Other fields of a row are not read; a body with others that decide the
+            text is refused.
 
     Returns:
         A JSON-able dict of ``prompt`` or ``messages``, and of the options that the row has, under the names of
@@ -143,6 +144,8 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
         request["max_new_tokens"] = numbers[limit]
     if stops := stop_strings(fields.get("stop")):
         request["stop"] = stops
+    if (asked := grammar_of(fields)) is not None:
+        request["grammar"] = {asked[1]: asked[2]}
     return request | {name: number for name, number in numbers.items() if name not in LIMITS} | rules_of(fields)
 
 

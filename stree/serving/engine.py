@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stree.checks import check_sizes
+from stree.decode.grammar import Grammar
 from stree.decode.memory import check_memory
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Request
@@ -99,7 +100,7 @@ class Engine:
         self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, seed: int = 0,
-        budget: int | None = None, trees: bool = False, **rules: Any,
+        budget: int | None = None, grammar: Grammar | None = None, trees: bool = False, **rules: Any,
     ) -> RequestHandle:  # fmt: skip
         """Take a request, from any thread; parameters are those of ``generate``.
 
@@ -109,11 +110,12 @@ class Engine:
             max_new_tokens: most new tokens.
             stop_token_ids: tokens that end the text, at most 64; None for the model's own.
             stop_strings: strings that end it, in its new tokens alone: with the names of special ones, and without.
-            tokenizer: which stop strings need.
+            tokenizer: which stop strings and grammars need.
             ignore_eos: write on through the model's own stop tokens.
             logprobs: keep each token's log probability, and a number of alternatives.
             seed: of its random numbers.
             budget: most nodes of its trees, at most the engine's; 1 decodes plainly.
+            grammar: of its new tokens, or None.
             trees: give the trees of its steps.
             rules: bias, penalties, allowed tokens and bad words, under the names of ``generate``.
 
@@ -124,9 +126,9 @@ class Engine:
         """
         handle = RequestHandle(self.totals)
         request = Request.of(
-            self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
+            self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, budget=budget,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
-            streamer=handle, budget=budget, return_steps=trees, **check_names(rules),
+            streamer=handle, grammar=grammar, tokenizer=tokenizer, return_steps=trees, **check_names(rules),
         ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
         self._settings.check_request(request)
         if len(request.stop_token_ids) > MOST_STOPS:
@@ -268,12 +270,11 @@ class Engine:
             return
         with self._changed:
             handles = [self._handles.pop(sequence.request) for sequence in ended]
+        keeps = self._cache.max_bytes and self._drafter.hidden_layers is None
         for sequence, handle in zip(ended, handles, strict=True):
-            handle.finish(sequence.reason or "error")
-        if self._cache.max_bytes and self._drafter.hidden_layers is None:
-            for sequence, handle in zip(ended, handles, strict=True):
-                if kept := self._batch.state_after(sequence):
-                    self._cache.put(KeptPrefix(*kept, None, None), handle.cache_epoch)
+            handle.finish("error" if sequence.error else sequence.reason or "error", sequence.error)
+            if keeps and (kept := self._batch.state_after(sequence)):
+                self._cache.put(KeptPrefix(*kept, None, None), handle.cache_epoch)
         self._batch.leave(is_idle=self._prefill is None)
 
     def _fail(self, error: Exception) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from stree.decode.grammar import Grammar
 from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText
+from stree.grammar_fields import GRAMMAR_FIELDS, grammar_of
 from stree.inputs import stop_tokens
 from stree.rule_fields import RULE_FIELDS, rules_of, tokenized_words
 from stree.serving.answers import Choice, Piece, chat_logprobs, completion_logprobs, merged, usage
@@ -110,12 +112,13 @@ class OpenAIAPI:
     ) -> list[Choice]:
         """Submit all texts of a request, or none; a prompt is tokenised when those before it are in the queue."""
         choices: list[Choice] = []
+        grammar = await asyncio.to_thread(_grammar, body)
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
             for each in prompts:
                 prompt = await self._encoder.text(each) if isinstance(each, str) else each
                 for number in range(body.n or 1):
-                    handle = await asyncio.to_thread(self._submit_one, body, prompt, seed + number, trees)
+                    handle = await asyncio.to_thread(self._submit_one, body, prompt, seed + number, trees, grammar)
                     choices.append(Choice(len(choices), handle, IncrementalText(self.token_bytes, prompt, body.stops)))
         except BaseException:
             for choice in choices:
@@ -123,7 +126,9 @@ class OpenAIAPI:
             raise
         return choices
 
-    def _submit_one(self, body: Any, prompt: list[int], seed: int, trees: bool) -> RequestHandle:
+    def _submit_one(
+        self, body: Any, prompt: list[int], seed: int, trees: bool, grammar: Grammar | None
+    ) -> RequestHandle:  # fmt: skip
         most = self._engine.max_length
         if not prompt:
             raise APIError(400, "the prompt is empty; give at least one token", param="prompt")
@@ -142,12 +147,14 @@ class OpenAIAPI:
                 prompt, sampling=body.sampling, max_new_tokens=limit,
                 stop_token_ids={*ends, *(body.stop_token_ids or ())}, stop_strings=body.stops,
                 tokenizer=self.token_bytes, logprobs=body.top_logprobs_wanted, seed=seed, trees=trees,
-                budget=body.budget, **rules,
+                budget=body.budget, grammar=grammar, **rules,
             )  # fmt: skip
         except QueueFull as error:
             raise APIError(429, str(error), headers={"Retry-After": "1"}) from error
         except (ValueError, TypeError) as error:
             param = next((name for name in ("budget", *RULE_FIELDS) if str(error).startswith(name)), "prompt")
+            if str(error).startswith("grammar"):
+                param = next(name for name in GRAMMAR_FIELDS if getattr(body, name) is not None)
             raise APIError(400, str(error), param=param) from error
         except RuntimeError as error:
             raise APIError(503, str(error)) from error
@@ -189,6 +196,25 @@ class OpenAIAPI:
     def _end(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             choice.handle.cancel()  # nothing, where it has ended
+
+
+def _grammar(body: GenerationRequest) -> Grammar | None:
+    """Return the grammar of a request, or None.
+
+    Raises:
+        APIError: it cannot be read.
+    """
+    asked = grammar_of(dict(body))
+    if asked is None:
+        return None
+    field, kind, value = asked
+    try:
+        grammar: Grammar = getattr(Grammar, kind)(value)
+    except (TypeError, ValueError) as error:
+        raise APIError(400, f"{field}: {error}", param=field) from error
+    except RuntimeError as error:  # without the package
+        raise APIError(400, f"{field} is not supported: {error}", param=field, code="unsupported_parameter") from error
+    return grammar
 
 
 async def _all(choices: Sequence[Choice]) -> list[Piece]:
