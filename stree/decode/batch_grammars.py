@@ -64,6 +64,10 @@ class BatchGrammars:
             if own is not None:
                 own.advance(seen.tokens[row, own.length : length + 1].tolist())
 
+    def forced(self) -> list[list[int]]:
+        """Return, for each row, the tokens that the grammar forces behind the text."""
+        return [[] if own is None else own.forced() for own in self._rows]
+
     def first(self, rows: Tensor, logits: Tensor) -> Tensor:
         """Mask float[count, vocab] logits of the first tokens of int64[count] rows."""
         if not self.is_active:
@@ -140,6 +144,11 @@ class _Row:
             if is_node and (mask := self.mask(paths[node][num_known:])) is not None:
                 found[node - first] = mask
         return found
+
+    def forced(self) -> list[int]:
+        """Return the tokens that alone may follow the text, one behind the other."""
+        is_there = not self._is_over and self._follow(())
+        return self._matcher.compute_ff_tokens() if is_there else []
 
     def _allows(self, path: tuple[int, ...]) -> bool:
         """Whether the mask above a path's end, where it is known, has the last token."""

@@ -175,6 +175,10 @@ class TreeProcessing:
 
         return process
 
+    def forced(self) -> list[list[int]]:
+        """Return the tokens that certainly follow the pending token of each row; empty lists where none is certain."""
+        return self._grammars.forced()
+
     def refuse_ends(self, logits: Tensor, rows: Tensor) -> None:
         """Refuse texts of int64[count] rows after which float[count, vocab] logits, processed, exclude every token.
 

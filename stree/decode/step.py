@@ -192,7 +192,7 @@ class DecodeStep:
         self.capture.clear()
         capture, processing = self.capture, self.processing  # not this step, which would be a cycle
         run.launch = lambda run, key, work: capture.part(run, (*key, *processing.key), work)
-        self.run, run.processor = run, processing.draft(self.seen)
+        self.run, run.processor, run.forced = run, processing.draft(self.seen), processing.forced
 
     def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """Prefill a text in every row, in place of those that were there.
