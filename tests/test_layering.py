@@ -27,6 +27,7 @@ TOP = LOOP | {
     "stree.heads",
     "stree.inputs",
     "stree.request_fields",
+    "stree.grammar_fields",
     "stree.rule_fields",
     "stree.vocabulary",
 }
@@ -36,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.grammar": set(),
     "stree.inputs": set(),
     "stree.request_fields": {"stree.sampling"},
+    "stree.grammar_fields": {"stree.request_fields"},
     "stree.rule_fields": {"stree.request_fields"},
     "stree.vocabulary": {"stree.files"},
     "stree.kernels": set(),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from stree.grammar import GROWTHS
 
 __all__ = [
-    "add_command", "add_device", "add_drafter_vocab", "add_drafting", "add_generation", "add_launching", "add_target",
+    "add_command", "add_device", "add_drafter_vocab", "add_drafting", "add_generation", "add_grammar", "add_launching",
+    "add_target", "grammar_of",
 ]  # fmt: skip
 
 
@@ -98,3 +100,30 @@ def add_drafting(command: argparse.ArgumentParser, *, files: bool = True, defaul
     )
     command.set_defaults(default_budget=default_budget)
     command.add_argument("--verifier", default="auto", help="auto, match, rejection, traversal or block")
+
+
+def add_grammar(command: argparse.ArgumentParser) -> None:
+    """Add the options of a grammar."""
+    kind = command.add_mutually_exclusive_group()
+    kind.add_argument("--json-schema", metavar="FILE", help="continue with a JSON document of the schema in a file")
+    kind.add_argument("--regex", metavar="PATTERN", help="continue with a text that a regular expression matches whole")
+
+
+def grammar_of(arguments: argparse.Namespace) -> Any:
+    """Return the grammar that the options name, or None.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    path, pattern = arguments.json_schema, arguments.regex
+    if path is None and pattern is None:
+        return None
+    from stree.decode.grammar import Grammar
+
+    if path is None:
+        return Grammar.regex(pattern)
+    try:
+        schema = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read --json-schema {path}: {error}") from error
+    return Grammar.json_schema(schema)

@@ -37,6 +37,12 @@ class BatchGrammars:
         """Whether a running sequence has a grammar."""
         return any(self._rows)
 
+    @property
+    def problems(self) -> dict[int, Exception]:
+        """Rows whose grammars are too complex to be followed further, which are masked no more."""
+        rows = enumerate(self._rows)
+        return {row: own.problem for row, own in rows if own is not None and own.problem is not None}
+
     def empty(self, batch: int) -> BatchGrammars:
         """Return grammars of another number of rows, none of which has begun."""
         return BatchGrammars(batch, self._vocab_size)
@@ -57,6 +63,10 @@ class BatchGrammars:
         for row, (own, length) in enumerate(zip(self._rows, lengths, strict=True)):
             if own is not None:
                 own.advance(seen.tokens[row, own.length : length + 1].tolist())
+
+    def forced(self) -> list[list[int]]:
+        """Return, for each row, the tokens that the grammar forces behind the text."""
+        return [[] if own is None else own.forced() for own in self._rows]
 
     def first(self, rows: Tensor, logits: Tensor) -> Tensor:
         """Mask float[count, vocab] logits of the first tokens of int64[count] rows."""
@@ -97,10 +107,12 @@ class _Row:
 
     Attributes:
         length: tokens of the text that were accepted, those of the prompt included.
+        problem: why the grammar cannot be followed, or None.
     """
 
     def __init__(self, grammar: CompiledGrammar, prompt_length: int) -> None:
         self._grammar, self._matcher, self.length = grammar, grammar.matcher(), prompt_length
+        self.problem: Exception | None = None
         self._is_over = False  # tokens stand behind its end, which the host has not seen yet
         self._path: tuple[int, ...] = ()  # tokens of a tree that the matcher has taken, too
         self._masks: dict[tuple[int, ...], Any] = {}  # by the tokens behind the text; what drafts have needed
@@ -115,8 +127,11 @@ class _Row:
     def mask(self, path: tuple[int, ...] = ()) -> Any:
         """Return what may follow the text and some more tokens, see ``CompiledGrammar.mask``; None if not these."""
         if path not in self._masks:
-            is_allowed = self._allows(path) and self._follow(path)
-            self._masks[path] = self._grammar.mask(self._matcher) if is_allowed else None
+            try:
+                is_allowed = self._allows(path) and self._follow(path)
+                self._masks[path] = self._grammar.mask(self._matcher) if is_allowed else None
+            except ValueError as problem:
+                self.problem, self._is_over, self._masks[path] = problem, True, None
         return self._masks[path]
 
     def masks(self, first: int, start: int, tokens: list[int], parents: list[int]) -> dict[int, Any]:
@@ -129,6 +144,11 @@ class _Row:
             if is_node and (mask := self.mask(paths[node][num_known:])) is not None:
                 found[node - first] = mask
         return found
+
+    def forced(self) -> list[int]:
+        """Return the tokens that alone may follow the text, one behind the other."""
+        is_there = not self._is_over and self._follow(())
+        return self._matcher.compute_ff_tokens() if is_there else []
 
     def _allows(self, path: tuple[int, ...]) -> bool:
         """Whether the mask above a path's end, where it is known, has the last token."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from stree.decode.stop_strings import TokenBytes
 
 __all__ = ["CompiledGrammar", "Grammar", "GrammarEnd"]
 
+WHITESPACE = r"( |\n[ \t]{0,32})"  # between two parts of a JSON document
 MOST_CHARACTERS = 1 << 20  # of a grammar
 NEEDED = "grammars need the package llguidance: pip install 'stree[grammar]'"
 
@@ -54,7 +56,8 @@ class Grammar:
 
         Args:
             schema: as a dict or its JSON; ``{"type": "object"}`` for any object.
-            whitespace: whether spaces and line breaks may stand between the parts of a document.
+            whitespace: whether a space, or a line break and up to 32 spaces or tabs, may stand between two parts of a
+                document.  Any number is not allowed: small models write them without end.
         """
         if isinstance(schema, str):
             try:
@@ -71,7 +74,9 @@ class Grammar:
             text = json.dumps(dict(schema))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"json_schema must be made of JSON's types: {error}") from error
-        options = {"whitespace_flexible": whitespace}
+        options: dict[str, Any] = {"whitespace_flexible": whitespace}
+        if whitespace:
+            options["whitespace_pattern"] = WHITESPACE
         make = _llguidance().LLMatcher.grammar_from_json_schema
         return cls._checked("json_schema", text, lambda: make(text, overrides=options))
 
@@ -139,12 +144,7 @@ class Grammar:
         """
         tokens = _tokens_of(tokenizer, vocab_size)
         ends = frozenset(token for token in stops if token in eos or tokens.is_special_token(token))
-        start = _llguidance().LLMatcher(tokens, self.source, log_level=0)
-        compiled = CompiledGrammar(start, vocab_size, ends, frozenset(tokens.eos_tokens))
-        mask = compiled.mask(start)
-        if mask is None or not _any_but(mask, ends):
-            raise ValueError(f"grammar allows no text: {self.source:.200}")
-        return compiled
+        return _compiled(self, tokens, vocab_size, ends)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,9 +199,20 @@ class GrammarEnd:
     def observe(self, tokens: Sequence[int], logits: Tensor | None) -> int | None:
         """Return how many of the next tokens end the text, or None."""
         for place, token in enumerate(tokens, 1):
-            if not self._matcher.try_consume_tokens([token]) or self._matcher.is_stopped():
+            if self._matcher.try_consume_tokens([token]) and self._matcher.is_stopped():
                 return place
         return None
+
+
+@lru_cache(maxsize=64)  # requests of a server repeat their schemas
+def _compiled(grammar: Grammar, tokens: Any, vocab_size: int, ends: frozenset[int]) -> CompiledGrammar:
+    """Compile a grammar for llguidance's form of a tokenizer."""
+    start = _llguidance().LLMatcher(tokens, grammar.source, log_level=0)
+    compiled = CompiledGrammar(start, vocab_size, ends, frozenset(tokens.eos_tokens))
+    mask = compiled.mask(start)
+    if mask is None or not _any_but(mask, ends):
+        raise ValueError(f"grammar allows no text: {grammar.source:.200}")
+    return compiled
 
 
 _TOKENIZERS: WeakKeyDictionary[Any, dict[int, Any]] = WeakKeyDictionary()

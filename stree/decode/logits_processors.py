@@ -100,6 +100,11 @@ class TreeProcessing:
         """Parts of the key of captured steps."""
         return () if self._rules is None else self._rules.key
 
+    @property
+    def problems(self) -> dict[int, Exception]:
+        """Why rows cannot go on."""
+        return self._grammars.problems
+
     def of_rows(self, count: int) -> TreeProcessing:
         """Return the same for another number of rows, none of which has begun."""
         rules = None if self._rules is None else self._rules.empty(count)
@@ -169,6 +174,10 @@ class TreeProcessing:
             return _process(processor, seen.tokens, seen.lengths - 1, tree, logits, is_target=False)
 
         return process
+
+    def forced(self) -> list[list[int]]:
+        """Return the tokens that certainly follow the pending token of each row; empty lists where none is certain."""
+        return self._grammars.forced()
 
     def refuse_ends(self, logits: Tensor, rows: Tensor) -> None:
         """Refuse texts of int64[count] rows after which float[count, vocab] logits, processed, exclude every token.

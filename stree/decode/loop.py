@@ -166,7 +166,7 @@ class DecodeLoop:
         self._launched.append((result, [*self.sequences.rows], self._step.capture.num_replays, policy))
         if len(self._launched) > self._is_pipelined():
             self._read()
-            for row in self.sequences.cancel():
+            for row in self.sequences.cancel(self._step.processing.problems):
                 self._step.set_finished(row)
 
     def key(self, policy: BudgetPolicy, batch: int) -> Hashable:

@@ -26,7 +26,8 @@ class Text:
         request: what was asked for.
         new: its new tokens.
         logprobs: their log probabilities, where the request wants them.
-        reason: why it has ended, or None: "stop", "length", "cancelled", or why it was refused.
+        reason: why it has ended, or None: "stop", "length", "cancelled", or why it was refused or cannot go on.
+        error: what keeps it from going on, or None.
         observers: observe every token, and may end it.
         counts: of its steps.
         steps: what happened in them, where the request wants it.
@@ -36,6 +37,7 @@ class Text:
     new: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str | None = None
+    error: Exception | None = None
     observers: list[Observer] = field(default_factory=list)
     counts: AcceptedCounts = field(default_factory=AcceptedCounts)
     steps: list[StepRecord] = field(default_factory=list)
@@ -163,15 +165,17 @@ class Sequences:
         """Return a row whose sequence has ended, or None."""
         return next((row for row, sequence in enumerate(self.rows) if sequence.reason is not None), None)
 
-    def cancel(self) -> list[int]:
-        """Ask which sequences are cancelled, and end them; return their rows."""
-        if self._cancelled is None:
-            return []
+    def cancel(self, problems: Mapping[int, Exception]) -> list[int]:
+        """End the sequences that are cancelled, and those of rows that cannot go on; return their rows."""
         rows = []
         for row, sequence in enumerate(self.rows):
-            if sequence.reason is None and self._cancelled(sequence.request):
+            if sequence.reason is not None:
+                continue
+            sequence.error = problems.get(row)
+            is_cancelled = self._cancelled is not None and self._cancelled(sequence.request)
+            if sequence.error is not None or is_cancelled:
                 rows.append(row)
-                sequence.end("cancelled")
+                sequence.end("cancelled" if sequence.error is None else f"error: {sequence.error}")
         return rows
 
     def cancel_all(self) -> None:

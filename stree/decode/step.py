@@ -57,6 +57,7 @@ class DecodeStep:
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.
+        processing: of the logits of target and draft model.
         texts: of each row, with its limit and stop tokens.
         seen: the texts as the present step found them.
         run: the drafter's run for the same sequences, from ``fill`` on.
@@ -74,7 +75,7 @@ class DecodeStep:
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
         batch, device = len(state.lengths), state.lengths.device
-        self._processing = TreeProcessing.of(processor, batch, lm.vocab_size, device)
+        self.processing = TreeProcessing.of(processor, batch, lm.vocab_size, device)
         self.capture = capture or Capture()
         self.texts = Texts.empty(batch, max_length, most_stops, device, limits_nodes=limits_nodes)
         self.seen = Seen.of(self.texts)
@@ -90,7 +91,7 @@ class DecodeStep:
         with self.capture.lock:  # a replay overwrites what another thread's has not copied yet
             timer, num_warm_ups = StepTimer(self.state.lengths.device), self.capture.num_warm_ups
             self.seen.update(self.texts)
-            self.capture.is_paused = self._processing.advance(self.seen)
+            self.capture.is_paused = self.processing.advance(self.seen)
             num_calls = self._let_draft(self.run.prepare, self.seen, budget) or 0
             run, draft = self.run, None
             key: tuple[Any, ...] = f"budget {budget}", growth
@@ -100,7 +101,7 @@ class DecodeStep:
                 timer.lap("draft_s")
                 key, propose = self.capture.laid_out(draft, self.state.max_nodes, self.verifier)
             work = partial(self._work, propose, observes=draft is None, needs_logits=wanted.needs_logits)
-            key = *key, *self._processing.key, *("with logits of the path",) * wanted.needs_logits
+            key = *key, *self.processing.key, *("with logits of the path",) * wanted.needs_logits
             step = self.capture.step(run, key, work, timer)
             if draft is not None:
                 step = replace(step, draft=draft)
@@ -126,7 +127,7 @@ class DecodeStep:
         draft = self._limited(draft) if observes else draft
         timer.lap("draft_s")
         raw, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
-        logits = self._processing.target(self.seen, draft.tree, raw)
+        logits = self.processing.target(self.seen, draft.tree, raw)
         timer.lap("verify_s")
         acceptance = accept(draft.tree, logits, self.sampling, self.rng, draft.probs, self.verifier, draft.max_depth)
         lengths = acceptance.path_lengths.masked_fill(self.texts.is_finished, 0)
@@ -139,7 +140,7 @@ class DecodeStep:
         timer.lap("accept_s")
         # A text that ends within the path is committed up to its last token, which is pending.
         lengths = lengths.minimum(report[:, -3].int())
-        self._processing.refuse_path_ends(logits, acceptance.path, lengths)
+        self.processing.refuse_path_ends(logits, acceptance.path, lengths)
         self.lm.commit(self.state, acceptance.path, lengths)
         timer.lap("commit_s")
         path_logits = on_path(logits, acceptance.path) if needs_logits else None
@@ -189,9 +190,9 @@ class DecodeStep:
     def _use(self, run: DraftRun) -> None:
         """Let a run draft, with the batch's logits processor."""
         self.capture.clear()
-        capture, processing = self.capture, self._processing  # not this step, which would be a cycle
+        capture, processing = self.capture, self.processing  # not this step, which would be a cycle
         run.launch = lambda run, key, work: capture.part(run, (*key, *processing.key), work)
-        self.run, run.processor = run, processing.draft(self.seen)
+        self.run, run.processor, run.forced = run, processing.draft(self.seen), processing.forced
 
     def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """Prefill a text in every row, in place of those that were there.
@@ -249,7 +250,7 @@ class DecodeStep:
         """
         other, index = copy(self), torch.tensor(rows, device=self._seeds.device)
         other.state, other._seeds = self.state.select(index), self._seeds[index]
-        other._processing, other.texts = self._processing.of_rows(len(rows)), self.texts.select(index)
+        other.processing, other.texts = self.processing.of_rows(len(rows)), self.texts.select(index)
         other.seen = Seen.of(other.texts)
         other.rng = Random(other._seeds, self.rng.sequences[index], other.seen.lengths)
         sampling = BatchSampling({request.sampling for request in requests}, len(rows), index.device)
@@ -273,8 +274,8 @@ class DecodeStep:
             ValueError: logits that have no distribution.
         """
         sampling, rng = self.sampling.select(rows), self._rng_at_ends().select(rows)
-        logits = self._processing.first(self.texts, rows, logits)
-        self._processing.refuse_ends(logits, rows)
+        logits = self.processing.first(self.texts, rows, logits)
+        self.processing.refuse_ends(logits, rows)
         tokens = first_tokens(logits, sampling, rng)
         self.texts.pending[rows] = self.texts.tokens[rows, self.texts.lengths[rows]] = tokens
         return tokens.tolist(), logits
@@ -283,7 +284,7 @@ class DecodeStep:
         """Make a sequence inactive, or active, from the next step on."""
         self.texts.is_finished[row].fill_(is_finished)
         if is_finished:
-            self._processing.end(row)
+            self.processing.end(row)
 
     def _write(self, row: int, request: Request) -> None:
         """Write what a request asks for to its row; in place, as captured steps and the drafter read these tensors."""
@@ -295,5 +296,5 @@ class DecodeStep:
     def _write_rules(self, row: int, request: Request) -> None:
         """Write how the tokens of a row are drafted and drawn."""
         self.texts.limit_nodes(row, request.budget)
-        self._processing.begin(row, request.processors, request.rules, request.grammar, len(request.prompt))
+        self.processing.begin(row, request.processors, request.rules, request.grammar, len(request.prompt))
         self.sampling.write(row, request.sampling)

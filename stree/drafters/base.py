@@ -83,6 +83,7 @@ class DraftRun:
             A decode step sets it.
         seen: the texts as the decode step found them, their pending tokens included; None in a run that is used alone.
         processor: processes a draft model's logits as the target's are; None where these are not processed.
+        forced: returns, for each row, tokens that certainly follow its pending one, which need no draft; or None.
     """
 
     can_begin: bool = False
@@ -94,6 +95,7 @@ class DraftRun:
     launch: Callable[[DraftRun, tuple[Any, ...], Callable[[], Draft]], Draft] = staticmethod(_at_once)
     seen: Seen | None = None
     processor: TreeProcessor | None = None
+    forced: Callable[[], Sequence[Sequence[int]]] | None = None
 
     def prepare(self, seen: Seen, budget: int) -> int:
         """Do what only the next step needs of the host, before it drafts; return the draft calls that it took.

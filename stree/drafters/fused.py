@@ -146,6 +146,7 @@ class _FusedRun(DraftRun):
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Retrieve, draft with what the budget leaves, unite both trees."""
         temperature = 0.0 if growth is None else growth.sampling.temperature
+        self._retrieving.forced = self.forced
         retrieved = self._retrieve(pending, growth, budget, temperature)
         assert retrieved.values is not None, "retrieved trees have values"
         is_kept = (retrieved.values >= self._least_value) & ~retrieved.tree.is_padding

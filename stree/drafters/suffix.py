@@ -74,7 +74,7 @@ class _SuffixRun(DraftRun):
         """Append the pending tokens to the texts and lay out their continuations."""
         self._read_accepted()
         nodes = Nodes.empty(len(pending), budget - 1)
-        size = 1
+        size, forced = 1, self.forced() if self.forced is not None else [()] * len(pending)
         if None in self._pending:
             self._pending = pending.tolist()
         for row, token in enumerate(self._pending):
@@ -83,14 +83,22 @@ class _SuffixRun(DraftRun):
                 self._read(row, [token])
                 self._read_pending[row] = True
             nodes.tokens[row, 0] = token
-            size = max(size, self._lay_out(row, nodes.row(row)))
+            size = max(size, self._lay_out(row, nodes.row(row), forced[row]))
         tokens, parents, values, depths = uploaded(nodes, size, pending)
         tree = TokenTree.unchecked(tokens, parents, depths)
         self.draft = Draft(tree, None, int(nodes.depths.max()), values=values)
         return self.draft
 
-    def _lay_out(self, row: int, nodes: Nodes) -> int:
-        """Write the continuations found in a text and in the datastore to ``nodes``; return the tree's size."""
+    def _lay_out(self, row: int, nodes: Nodes, forced: Sequence[int]) -> int:
+        """Write the continuations found in a text and in the datastore to ``nodes``; return the tree's size.
+
+        Tokens that are forced come first.
+        """
+        if forced:
+            certain, found = Nodes.empty(len(forced)), Nodes.empty(len(nodes.tokens) - 1)
+            certain.tokens[1:], certain.values[1:] = forced, 1
+            certain.parents[1:], certain.depths[1:] = range(len(forced)), range(1, len(forced) + 1)
+            return unite(certain, len(forced) + 1, found, self._lay_out(row, found, ()), nodes)
         if self._store is None:
             return self._automata[row].lay_out(nodes, self._min_match)
         own, stored = (Nodes.empty(len(nodes.tokens) - 1) for _ in range(2))

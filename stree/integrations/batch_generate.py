@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from stree.decode.failures import GenerationError
+from stree.decode.grammar import Grammar
 from stree.decode.stop_strings import TokenBytes, new_text_stops
 from stree.decode.text import text_of
 from stree.decode.token_rules import RULES
@@ -72,12 +73,15 @@ class RowGenerator:
         """
         results: list[dict[str, Any]] = [{} for _ in requests]
         prompts: list[tuple[int, list[int]]] = []
+        grammars: dict[int, Grammar | None] = {}
         for place, request in enumerate(requests):
             try:
-                prompts.append((place, self._encode(request)))
+                prompt, grammars[place] = self._encode(request), _grammar(request)
+                prompts.append((place, prompt))
             except (TypeError, ValueError) as error:
                 results[place] = _rejected(error)
-        found = self._generate([requests[place] for place, _ in prompts], [prompt for _, prompt in prompts])
+        runnable = [{**requests[place], "grammar": grammars[place]} for place, _ in prompts]
+        found = self._generate(runnable, [prompt for _, prompt in prompts])
         for (place, _), result in zip(prompts, found, strict=True):
             results[place] = result
         return results
@@ -125,7 +129,8 @@ class RowGenerator:
             max_new_tokens=[request.get("max_new_tokens", self.max_new_tokens) for request in requests],
             seed=[request.get("seed", 0) for request in requests],
             stop_strings=[new_text_stops(self._token_bytes, own) for own in stops],
-            max_batch=self.max_batch, **self._rules(requests), **self._endings, **self.options,
+            max_batch=self.max_batch, grammar=[request.get("grammar") for request in requests],
+            tokenizer=self.tokenizer, **self._rules(requests), **self._endings, **self.options,
         )  # fmt: skip
         return [
             {
@@ -170,6 +175,14 @@ def _complete(*arguments: Any, **options: Any) -> Generation:
             raise
         logger.warning(error)
         return error.output
+
+
+def _grammar(request: Mapping[str, Any]) -> Grammar | None:
+    """Return the grammar that a row asks for: ``{"regex": "a+"}`` for ``Grammar.regex("a+")``."""
+    for kind, value in (request.get("grammar") or {}).items():
+        grammar: Grammar = getattr(Grammar, kind)(value)
+        return grammar
+    return None
 
 
 def _rejected(error: Exception) -> dict[str, Any]:

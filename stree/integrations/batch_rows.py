@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.checks import check_counts
+from stree.grammar_fields import GRAMMAR_FIELDS, grammar_of
 from stree.request_fields import (
     SAMPLING,
     chat_messages,
@@ -30,7 +31,7 @@ URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 INTEGERS = (*LIMITS, "top_k", "seed")
 NUMBERS = (*SAMPLING, *LIMITS, "seed")
 TEMPLATE = ("chat_template_kwargs", "reasoning_effort")
-OWN = {"model", "prompt", "messages", "stop", *TEMPLATE, *NUMBERS, *RULE_FIELDS}
+OWN = {"model", "prompt", "messages", "stop", *TEMPLATE, *NUMBERS, *RULE_FIELDS, *GRAMMAR_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,8 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
         row: ``prompt`` (a text or token ids) or ``messages`` (turns of a chat) and, where it has its own,
             ``max_new_tokens`` (also ``max_tokens``, ``max_completion_tokens``), ``temperature``, ``top_k``, ``top_p``,
             ``min_p``, ``seed``, ``stop``, ``chat_template_kwargs``, ``reasoning_effort`` and the fields of
-            ``rule_fields``; or these in a ``body``, as an object or its JSON.
-            Other fields of a row are not read; a body with others that decide the text is refused.
+            ``rule_fields`` and ``grammar_fields``; or these in a ``body``, as an object or its JSON.  Other fields of a
+            row are not read; a body with others that decide the text is refused.
 
     Returns:
         A JSON-able dict of ``prompt`` or ``messages``, and of the options that the row has, under the names of
@@ -152,6 +153,8 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
         request["max_new_tokens"] = numbers[limit]
     if stops := stop_strings(fields.get("stop")):
         request["stop"] = stops
+    if (asked := grammar_of(fields)) is not None:
+        request["grammar"] = {asked[1]: asked[2]}
     return request | {name: number for name, number in numbers.items() if name not in LIMITS} | rules_of(fields)
 
 

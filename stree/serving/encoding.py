@@ -8,7 +8,9 @@ from typing import Any, TypeVar
 import anyio.to_thread
 from anyio import CapacityLimiter
 
+from stree.request_fields import template_options
 from stree.serving.errors import APIError
+from stree.serving.protocol import TokenizeRequest
 
 __all__ = ["PromptEncoder"]
 
@@ -55,6 +57,27 @@ class PromptEncoder:
             raise APIError(400, message, param="messages", code="context_length_exceeded")
         size = sum(len(message.get("content") or "") for message in messages)
         return await self._in_thread(size, lambda: self._tokenized_chat(messages, options))
+
+    async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
+        """Return the tokens of a text or a chat, and their names where they are asked for."""
+        if body.messages is not None:
+            options = {**template_options(dict(body)), "add_generation_prompt": body.add_generation_prompt}
+            tokens = await self.chat(body.messages, options)
+        else:
+            tokens = await self.text(body.prompt or "", add_special_tokens=body.add_special_tokens)
+        names = self._tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
+        return {"tokens": tokens, "token_strs": names}
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """Return the text of tokens.
+
+        Raises:
+            APIError: one that is not the tokenizer's.
+        """
+        most = len(self._tokenizer)
+        if any(not 0 <= token < most for token in tokens):
+            raise APIError(400, f"tokens must be from 0 to {most - 1}", param="tokens")
+        return await self._in_thread(len(tokens), lambda: str(self._tokenizer.decode(tokens)))
 
     async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
         """Call ``work`` for a prompt of so many characters when the thread for such prompts is free."""

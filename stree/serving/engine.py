@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from stree.checks import check_flags, check_sizes
+from stree.decode.grammar import Grammar
 from stree.decode.memory import check_memory
 from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Request
@@ -48,15 +49,14 @@ class Engine:
     Args:
         lm: the target.
         drafter: as for ``generate``.
-        growth: likewise.
+        growth, verifier: likewise.
         budget: likewise; None for what the growth's name sets, else "auto".
-        verifier: likewise.
         max_batch: most requests that run at once; others wait.
         max_length: most tokens of a prompt and its new ones.  Memory is bounded by ``max_batch`` times it.
         max_queue: most requests that wait, or None for any number.
         cache_bytes: of the states of earlier texts.  A request that continues one runs its new tokens only.  They are
-            dropped when the next request begins after the target was changed: weights that were replaced or written to
-            in place (but through their ``data``), other adapters, hooks or settings.  ``clear_cache`` drops them, too.
+            dropped when the next request begins after a change of the target's weights (but through their ``data``),
+            adapters, hooks or settings, and by ``clear_cache``.
         prefill_chunk: most tokens of a prompt that run between two steps; None for 512, and on CUDA for what fits.
         before_step: called by the engine's thread before every step, or None; its errors end the engine.
 
@@ -99,7 +99,8 @@ class Engine:
         self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, seed: int = 0,
-        budget: int | None = None, trees: bool = False, cache: bool = True, **rules: Any,
+        budget: int | None = None, grammar: Grammar | None = None, trees: bool = False, cache: bool = True,
+        **rules: Any,
     ) -> RequestHandle:  # fmt: skip
         """Take a request, from any thread; parameters are those of ``generate``.
 
@@ -109,11 +110,12 @@ class Engine:
             max_new_tokens: most new tokens.
             stop_token_ids: tokens that end the text, at most 64; None for the model's own.
             stop_strings: strings that end it, in its new tokens alone: with the names of special ones, and without.
-            tokenizer: which stop strings need.
+            tokenizer: which stop strings and grammars need.
             ignore_eos: write on through the model's own stop tokens.
             logprobs: keep each token's log probability, and a number of alternatives.
             seed: of its random numbers.
             budget: most nodes of its trees, at most the engine's; 1 decodes plainly.
+            grammar: of its new tokens, or None.
             trees: give the trees of its steps.
             cache: start from the states of earlier texts, and keep its own.
             rules: bias, penalties, allowed tokens and bad words, under the names of ``generate``.
@@ -126,9 +128,9 @@ class Engine:
         check_flags(cache=cache)
         handle = RequestHandle(self.totals, self._cache if cache else PrefixCache(0))
         request = Request.of(
-            self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids,
+            self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, budget=budget,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
-            streamer=handle, budget=budget, return_steps=trees, **check_names(rules),
+            streamer=handle, grammar=grammar, tokenizer=tokenizer, return_steps=trees, **check_names(rules),
         ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
         self.settings.check_request(request)
         if len(request.stop_token_ids) > MOST_STOPS:
@@ -270,11 +272,9 @@ class Engine:
         with self._changed:
             handles = [self._handles.pop(sequence.request) for sequence in ended]
         for sequence, handle in zip(ended, handles, strict=True):
-            handle.finish(sequence.reason or "error")
-        if self._drafter.hidden_layers is None:
-            for sequence, handle in zip(ended, handles, strict=True):
-                if handle.cache.max_bytes and (kept := self._batch.state_after(sequence)):
-                    handle.cache.put(KeptPrefix(*kept, None, None), handle.cache_epoch)
+            handle.finish("error" if sequence.error else sequence.reason or "error", sequence.error)
+            if handle.cache.max_bytes and (kept := self._batch.state_after(sequence)):
+                handle.cache.put(KeptPrefix(*kept, None, None), handle.cache_epoch)
         self._batch.leave(is_idle=self._prefill is None)
 
     def _fail(self, error: Exception) -> None:

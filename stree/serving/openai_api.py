@@ -14,13 +14,14 @@ from fastapi.responses import StreamingResponse
 
 from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText
+from stree.grammar_fields import GRAMMAR_FIELDS
 from stree.inputs import stop_tokens
-from stree.request_fields import template_options
 from stree.rule_fields import RULE_FIELDS, rules_of, tokenized_words
 from stree.serving.answers import Choice, Piece, acceptance, chat_logprobs, completion_logprobs, merged, usage
 from stree.serving.encoding import PromptEncoder
 from stree.serving.engine import Engine
 from stree.serving.errors import APIError, error_event
+from stree.serving.grammars import grammar_of_request
 from stree.serving.handle import QueueFull, RequestHandle
 from stree.serving.metrics import Metrics
 from stree.serving.protocol import (
@@ -121,21 +122,13 @@ class OpenAIAPI:
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Answer POST /tokenize, as vLLM does."""
         self._check(body)
-        if body.messages is not None:
-            options = {**template_options(dict(body)), "add_generation_prompt": body.add_generation_prompt}
-            tokens = await self._encoder.chat(body.messages, options)
-        else:
-            tokens = await self._encoder.text(body.prompt or "", add_special_tokens=body.add_special_tokens)
-        names = self._tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": self._engine.max_length, "tokens": tokens, "token_strs": names}
+        found = await self._encoder.tokenize(body)
+        return {"count": len(found["tokens"]), "max_model_len": self._engine.max_length, **found}
 
     async def detokenize(self, body: DetokenizeRequest) -> dict[str, str]:
         """Answer POST /detokenize."""
         self.check_model(body.model)
-        most = len(self._tokenizer)
-        if any(not 0 <= token < most for token in body.tokens):
-            raise APIError(400, f"tokens must be from 0 to {most - 1}", param="tokens")
-        return {"prompt": await asyncio.to_thread(self._tokenizer.decode, body.tokens)}
+        return {"prompt": await self._encoder.detokenize(body.tokens)}
 
     async def submit_demo(self, body: DemoRequest) -> Choice:
         """Submit a text whose steps have their trees, and whose prompt runs whole, so that its time is comparable."""
@@ -152,12 +145,13 @@ class OpenAIAPI:
         }  # fmt: skip
 
     async def _submit(
-        self, body: GenerationRequest, prompts: Sequence[str | list[int]], **options: bool
+        self, body: GenerationRequest, prompts: Sequence[str | list[int]], **options: Any
     ) -> list[Choice]:
         """Submit all texts of a request, or none; a prompt is tokenised when those before it are in the queue."""
         choices: list[Choice] = []
         has_calls = isinstance(body, ChatRequest) and body.tool_schemas
         token_bytes = self._bytes_of_calls if has_calls else self.token_bytes
+        options = {**options, "grammar": await asyncio.to_thread(grammar_of_request, body)}
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
             for each in prompts:
@@ -172,7 +166,7 @@ class OpenAIAPI:
             raise
         return choices
 
-    def _submit_one(self, body: Any, prompt: list[int], seed: int, options: dict[str, bool]) -> RequestHandle:
+    def _submit_one(self, body: Any, prompt: list[int], seed: int, options: dict[str, Any]) -> RequestHandle:
         most = self._engine.max_length
         if not prompt:
             raise APIError(400, "the prompt is empty; give at least one token", param="prompt")
@@ -197,6 +191,8 @@ class OpenAIAPI:
             raise APIError(429, str(error), headers={"Retry-After": "1"}) from error
         except (ValueError, TypeError) as error:
             param = next((name for name in ("budget", *RULE_FIELDS) if str(error).startswith(name)), "prompt")
+            if str(error).startswith("grammar"):
+                param = next(name for name in GRAMMAR_FIELDS if getattr(body, name) is not None)
             raise APIError(400, str(error), param=param) from error
         except RuntimeError as error:
             raise APIError(503, str(error)) from error

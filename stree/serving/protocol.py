@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from stree.grammar_fields import grammar_of
 from stree.request_fields import (
     FieldError,
     UnsupportedField,
@@ -67,6 +68,12 @@ class GenerationRequest(BaseModel):
     allowed_token_ids: Tokens | None = None
     bad_words: list[Any] | None = None
     min_tokens: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -101,6 +108,7 @@ class GenerationRequest(BaseModel):
         try:
             check_fields(dict(self), type(self).model_fields)
             template_options(dict(self))
+            grammar_of(dict(self))
             least = rules_of(dict(self)).get("min_new_tokens", 0)
             if self.limit is not None and least > self.limit:
                 raise FieldError("min_tokens", f"min_tokens must be at most max_tokens {self.limit}, got {least}")

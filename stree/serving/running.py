@@ -121,12 +121,13 @@ class RunningBatch:
     def state_after(self, sequence: Text) -> tuple[tuple[int, ...], DecodeState] | None:
         """Copy the state of a sequence that has ended, and the tokens that it has read: all but the last one.
 
-        None where the host has ended it, by a stop string, before tokens that were read already.
+        None where the host has ended it, by a stop string, before tokens that were read already, and where the drafter
+        needs hidden states of the text, which are not kept.
         """
         assert self._loop is not None, "sequences run"
         row, state = self._loop.sequences.rows.index(sequence), self._loop.state
         num_read = int(state.lengths[row])
-        if num_read >= len(sequence.tokens):
+        if num_read >= len(sequence.tokens) or self._settings.drafter.hidden_layers is not None:
             return None
         return tuple(sequence.tokens[:num_read]), state.select(torch.tensor([row], device=state.lengths.device))
 

@@ -160,6 +160,15 @@ def test_a_draft_model_follows_the_grammar_of_the_target() -> None:
     assert out.stats["tau"] == 5 and set(out.new_tokens[0]) <= {1, 2, 3}, "what the same model drafts is accepted"
 
 
+def test_tokens_that_are_forced_are_verified_at_once_without_a_draft() -> None:
+    given: dict[str, Any] = {"grammar": Grammar.regex("[abc](abcab|bcabc)c"), "tokenizer": TOKENIZER}
+    plain = stree.generate(launched(), PROMPTS, NoDrafter(), **given)
+    for budget, steps in ((8, 2), (3, 4)):
+        out = stree.generate(launched(), PROMPTS, SuffixDrafter(), budget=budget, **given)
+        assert out.new_tokens == plain.new_tokens and {len(new) for new in out.new_tokens} == {7}
+        assert out.stats["steps"] <= steps < plain.stats["steps"]
+
+
 @pytest.mark.parametrize("stops", [[END], []])
 def test_a_text_that_nothing_can_follow_ends_without_a_stop_token(stops: list[int]) -> None:
     out = stree.generate(launched(), PROMPTS, **way("model"), **options(["cab", "ab", "b"], stop_token_ids=stops))

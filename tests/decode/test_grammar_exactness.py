@@ -16,7 +16,7 @@ from stree import Sampling
 from stree.decode.grammar import CompiledGrammar, Grammar, GrammarEnd
 from stree.decode.logits_processors import TreeProcessing
 from stree.decode.token_rules import TokenRules
-from stree.drafters import Drafter, SuffixDrafter
+from stree.drafters import Drafter, FusedDrafter, SuffixDrafter
 from stree.growth import Calibrated, Chain, Growth, Static
 from stree.kernels.step.texts import Seen
 from stree.sampling import Random
@@ -71,7 +71,7 @@ def emitted(
         for _ in range(LENGTH - 1):
             seen = Seen(text, lengths.clone(), pending)
             processing.advance(seen)
-            run.processor = processing.draft(seen) if masks_draft else None
+            run.processor, run.forced = processing.draft(seen) if masks_draft else None, processing.forced
             draft = run.propose(pending, bound, budget)
             logits = target.logits[draft.tree.tokens]
             if masks_target:
@@ -118,6 +118,7 @@ OTHERS: list[Case] = [
     ("model", Chain(1), 2, "match"),
     ("model", Static([2]), 3, "match"),
     ("suffix", None, 2, "match"),
+    ("fused", Chain(1), 3, "traversal"),
 ]
 CASES = [(case, PATTERNS[0]) for case in QUICK]
 SLOW = [(case, pattern) for pattern in PATTERNS for case in [*QUICK, *OTHERS] if (case, pattern) not in CASES]
@@ -128,11 +129,20 @@ def distance(case: Case, pattern: str, **masks: bool) -> float:
     kind, growth, budget, verifier = case
     target, draft = TableModel.random(VOCAB, 3), TableModel.random(VOCAB, 103)
     drafter: Drafter = SuffixDrafter() if kind == "suffix" else table_drafter(draft)
+    drafter = FusedDrafter(drafter, SuffixDrafter()) if kind == "fused" else drafter
     found = emitted(target, drafter, growth, budget, Sampling(0.8), verifier, compiled(pattern), **masks)
     return total_variation(found, expected(target, pattern, Sampling(0.8)))
 
 
-@pytest.mark.parametrize(("case", "pattern"), [*CASES, *(pytest.param(*one, marks=pytest.mark.slow) for one in SLOW)])
+def name_of(value: Any) -> str:
+    """Name a case in the list of tests."""
+    return value if isinstance(value, str) else f"{value[0]}-{value[1]}-{value[3]}"
+
+
+SLOW_CASES = [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
+
+
+@pytest.mark.parametrize(("case", "pattern"), [*CASES, *SLOW_CASES], ids=name_of)
 def test_texts_have_the_masked_distribution(case: Case, pattern: str) -> None:
     assert distance(case, pattern) < EXACT
 

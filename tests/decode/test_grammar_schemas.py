@@ -53,7 +53,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "$ref": "#/$defs/tree",
     },
     "pattern": record(zip={"type": "string", "pattern": "^[0-9]{5}$"}, key={"type": "string", "pattern": "^[A-F]{3}$"}),
-    "date": record(day={"type": "string", "format": "date"}, at={"type": "string", "format": "time"}),
+    "date": record(day={"type": "string", "format": "date"}, host={"type": "string", "format": "ipv4"}),
     "number": record(ratio={"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.25}),
     "types": record(v={"type": ["integer", "null", "boolean"], "minimum": -5, "maximum": 5}),
     "all-of": {"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 8}]},
