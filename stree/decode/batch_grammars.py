@@ -99,7 +99,7 @@ class BatchGrammars:
             for column, mask in own.items():
                 allowed[row, column] = mask
         excluded = np.unpackbits(~allowed, axis=-1, count=self._vocab_size, bitorder="little").view(bool)
-        return logits.masked_fill(torch.from_numpy(excluded).to(logits.device), -torch.inf)
+        return torch.where(torch.from_numpy(excluded).to(logits.device), -torch.inf, logits)
 
 
 class _Row:

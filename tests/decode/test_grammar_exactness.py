@@ -136,7 +136,7 @@ def distance(case: Case, pattern: str, **masks: bool) -> float:
 
 def name_of(value: Any) -> str:
     """Name a case in the list of tests."""
-    return value if isinstance(value, str) else f"{value[0]}-{value[1]}-{value[3]}"
+    return value if isinstance(value, str) else f"{value[0]}-{type(value[1]).__name__}-{value[3]}"
 
 
 SLOW_CASES = [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]

@@ -22,6 +22,8 @@ from stree import Grammar, Sampling
 from stree.drafters import ModelDrafter
 from stree.inputs import load_tokenizer, locate
 
+pytestmark = pytest.mark.slow
+
 
 def record(*required: str, **properties: Any) -> dict[str, Any]:
     """Return the schema of an object without other properties."""
@@ -121,7 +123,7 @@ def plain(schema: dict[str, Any]) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("name", ["person", *(pytest.param(one, marks=pytest.mark.slow) for one in [*SCHEMAS][1:])])
+@pytest.mark.parametrize("name", SCHEMAS)
 def test_every_text_is_a_valid_document(name: str) -> None:
     generated(SCHEMAS[name], Sampling(0.8), seed=3)
     found = generated(SCHEMAS[name], Sampling())
@@ -129,7 +131,6 @@ def test_every_text_is_a_valid_document(name: str) -> None:
     assert [[token for token in new if token != tokenizer().eos_token_id] for new in found] == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["person", "array", "any-of", "pattern"])
 def test_under_match_it_is_the_text_of_plain_decoding(name: str) -> None:
     sampling = Sampling(0.8)

@@ -153,10 +153,11 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_request_alone(monkeypatc
 
 def test_rows_of_a_batch_have_grammars_of_their_own(served: Served) -> None:
     generator = RowGenerator(served.engine.lm, served.tokenizer, SuffixDrafter(), max_new_tokens=40)
-    bodies = [{"body": {"prompt": PROMPT, **fields}} for fields, _ in ASKED] + [{"prompt": PROMPT}]
+    asked = ASKED[::3]
+    bodies = [{"body": {"prompt": PROMPT, **fields}} for fields, _ in asked] + [{"prompt": PROMPT}]
     rows = [request_of(json.loads(json.dumps(body))) for body in bodies]
     found = generator.run([*rows, {"prompt": PROMPT, "grammar": {"regex": "(a"}}])
-    for row, (_, grammar) in zip(found, ASKED, strict=False):
+    for row, (_, grammar) in zip(found, asked, strict=False):
         assert row["text"] == served.alone(PROMPT, max_new_tokens=40, grammar=grammar, tokenizer=served.tokenizer)
     assert found[-2]["text"] == served.alone(PROMPT, max_new_tokens=40)
     assert found[-1]["reason"].startswith("regex cannot be read")

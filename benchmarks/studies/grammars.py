@@ -1,0 +1,139 @@
+"""What a grammar costs and gains with the bundled pair: seconds of its masks, and steps with and without forced nodes.
+
+Run with ``python -m benchmarks.studies.grammars``; it appends to benchmarks/results/grammars/results.jsonl and prints a
+table.  Seconds are process time of one thread, the best of the seeds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import stree
+from benchmarks.report import command_line, finish
+from stree.bench.records import ROOT, Record
+from stree.decode.batch_grammars import BatchGrammars
+from stree.decode.grammar import GrammarEnd
+from stree.decode.step import DecodeStep
+from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
+from stree.inputs import load_tokenizer, locate
+
+BUDGET, SEEDS, PROMPT = 16, 6, "import json\n\nx = json.loads('"
+WORD = {"type": "string", "maxLength": 10}
+
+
+def record_schema(**properties: Any) -> dict[str, Any]:
+    """Return the schema of an object of these properties."""
+    return {
+        "type": "object", "properties": properties, "required": [*properties], "additionalProperties": False,
+    }  # fmt: skip
+
+
+POINT = record_schema(
+    latitude={"type": "integer", "minimum": -90, "maximum": 90},
+    longitude={"type": "integer", "minimum": -180, "maximum": 180},
+)
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "person": record_schema(
+        first_name=WORD, last_name=WORD, age={"type": "integer", "minimum": 0, "maximum": 120},
+        email_verified={"type": "boolean"}, favourite_colour={"enum": ["red", "green", "blue"]},
+    ),
+    "points": {"type": "array", "items": POINT, "minItems": 3, "maxItems": 3},
+}  # fmt: skip
+GRAMMARS = {BatchGrammars: ("advance", "first", "forced", "__call__"), GrammarEnd: ("observe",)}
+
+
+@contextmanager
+def timed(parts: dict[type, tuple[str, ...]], spent: dict[str, float], name: str) -> Iterator[None]:
+    """Add the process time of methods to ``spent[name]``."""
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            began = time.process_time()
+            try:
+                return method(*arguments, **options)
+            finally:
+                spent[name] = spent.get(name, 0.0) + time.process_time() - began
+
+        return call
+
+    patches = [
+        patch.object(owner, one, wrapped(getattr(owner, one))) for owner, names in parts.items() for one in names
+    ]
+    for one in patches:
+        one.start()
+    yield
+    for one in patches:
+        one.stop()
+
+
+def measured(lm: stree.TreeLM, drafter: Drafter, name: str, temperature: float, *, is_forced: bool) -> Record:
+    """Write a document with each seed: steps and tokens a document, and the masks' share of a step's seconds."""
+    tokenizer, grammar = (
+        load_tokenizer(locate("bundled", "target")),
+        stree.Grammar.json_schema(SCHEMAS[name], whitespace=False),
+    )
+    ids, steps, tokens, best = tokenizer(PROMPT)["input_ids"], 0, 0, {"step": 1e9, "grammar": 1e9}
+    unforced: Any = patch.object(BatchGrammars, "forced", lambda self: [[] for _ in self._rows])
+    if not is_forced:
+        unforced.start()
+    for seed in range(SEEDS):
+        spent: dict[str, float] = {}
+        with timed({DecodeStep: ("__call__",)}, spent, "step"), timed(GRAMMARS, spent, "grammar"):
+            out = stree.generate(
+                lm, [ids], drafter, budget=BUDGET, sampling=stree.Sampling(temperature), seed=seed, max_new_tokens=200,
+                grammar=grammar, tokenizer=tokenizer,
+            )  # fmt: skip
+        assert out.stats["finish_reasons"] == ["stop"]
+        steps, tokens = steps + out.stats["steps"], tokens + len(out.new_tokens[0])
+        best = {part: min(least, spent[part] / out.stats["steps"]) for part, least in best.items()}
+    if not is_forced:
+        unforced.stop()
+    return {
+        "bench": "grammars", "provider": "stree", "dtype": "float32",
+        "params": {
+            "schema": name, "drafter": type(drafter).__name__, "budget": BUDGET, "temperature": temperature,
+            "forced": is_forced, "seeds": SEEDS,
+        },
+        "metric": "steps", "unit": "steps/document", "value": round(steps / SEEDS, 2),
+        "tokens": round(tokens / SEEDS, 2), "grammar_ms": round(best["grammar"] * 1e3, 2),
+        "step_ms": round(best["step"] * 1e3, 2),
+    }  # fmt: skip
+
+
+def rows(records: list[Record]) -> Iterator[list[str]]:
+    """Yield the lines of the printed table."""
+    for record in records:
+        params = record["params"]
+        yield [
+            params["schema"], params["drafter"], str(params["temperature"]), str(params["forced"]),
+            f"{record['value']:.1f} of {record['tokens']:.1f} tokens", f"{record['grammar_ms']} of {record['step_ms']}",
+        ]  # fmt: skip
+
+
+def main() -> None:
+    """Measure both schemas with both drafters."""
+    file = ROOT / "benchmarks" / "results" / "grammars" / "results.jsonl"
+    options = command_line(__doc__, "file of JSON lines to which the records are appended", default=file).parse_args()
+    torch.set_num_threads(1)
+    lm, model = (
+        stree.TreeLM.from_pretrained(locate("bundled", role), device="cpu", dtype="float32")
+        for role in ("target", "drafter")
+    )
+    records = [
+        measured(lm, drafter, name, temperature, is_forced=is_forced)
+        for name in SCHEMAS
+        for drafter in (SuffixDrafter(), ModelDrafter(model))
+        for temperature in (0.0, 0.8)
+        for is_forced in (False, True)
+    ]
+    finish(records, options.out, ["schema", "drafter", "T", "forced", "steps", "ms of grammar a step"], rows(records))
+
+
+if __name__ == "__main__":
+    main()
