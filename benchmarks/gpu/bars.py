@@ -54,7 +54,11 @@ def main() -> int:
     if not options.folder.is_dir():
         parser.error(f"there is no folder {options.folder}")
     records = [record for file in sorted(options.folder.glob("*.jsonl")) for record in read_lines(file)]
-    print(table(["bar", "limit", "where", "measured", "verdict"], rows(records)))
+    cards: dict[str, list[Record]] = {}
+    for record in records:
+        cards.setdefault(record.get("env", {}).get("device", "unknown device"), []).append(record)
+    for card, own in (cards or {"no records": []}).items():
+        print(f"{card}\n\n{table(['bar', 'limit', 'where', 'measured', 'verdict'], rows(own))}\n")
     return 0
 
 

@@ -29,6 +29,7 @@ from benchmarks.gpu.peer_steps import mamba_ssm_step, why_not
 from benchmarks.gpu.run import Run, begin, command_line
 from benchmarks.shapes import binary_tree
 from stree.bench.device_clock import time_calls, time_graph
+from stree.bench.predictions import predicted_ms
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import Record
 from stree.models.bounded_scan import memory_bounded
@@ -89,6 +90,9 @@ def measure(
             if "p50" in record and "bytes" in record:
                 bound = 1e6 * sum(record["bytes"].values()) / bandwidth
                 record |= {"bound_us": bound, "of_bound": bound / record["p50"]}
+                expected = predicted_ms(case.model, case.n, bandwidth)
+                if expected is not None and (case.batch, case.context, case.provider) == (*SIZES[0], "graph"):
+                    record["predicted_us"] = 1e3 * expected["total"]
 
 
 class _Bench:
@@ -217,7 +221,7 @@ def main() -> int:
     parser.add_argument("--build", action="store_true", help="only run each step once, untimed")
     options, run = begin(parser)
     measure(run, options.smoke, options.models, options.sizes, is_timed=not options.build)
-    titles = ["model", "batch", "context", "nodes", "provider", "us", "bound / it"]
+    titles = ["model", "batch", "context", "nodes", "provider", "us", "predicted", "bound / it"]
     return run.report(titles, _rows(run.records))
 
 
@@ -235,7 +239,8 @@ def _rows(records: Sequence[Record]) -> Iterator[list[str]]:
         if "p50" in record:
             params = [str(value) for value in record["params"].values()]
             share = f"{record['of_bound']:.2f}" if "of_bound" in record else "-"
-            yield [*params, record["provider"], f"{record['p50']:.0f}", share]
+            expected = f"{record['predicted_us']:.0f}" if "predicted_us" in record else "-"
+            yield [*params, record["provider"], f"{record['p50']:.0f}", expected, share]
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, Mamba2Config, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from stree.bench.device_clock import time_calls, time_graph
+from stree.bench.predictions import predicted_ms
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import environment
 from stree.drafters import ModelDrafter
@@ -39,8 +40,6 @@ SIZES = (1, 16, 64)  # nodes of the steps that are timed
 LARGE = {"hidden_size": 2560, "num_hidden_layers": 64, "num_heads": 80, "vocab_size": 50288}  # mamba2-2.7b
 SMALL = {"hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24, "vocab_size": 50288}  # mamba2-130m
 LARGE_BYTES = 12e9  # of free memory that its weights and states need
-# Milliseconds of a step of mamba2-2.7b as docs/gpu.md predicts them: products at 4.3 TB/s, and the rest.
-PREDICTED, PREDICTED_AT = {1: (1.57, 1.24), 16: (1.65, 1.45), 64: (1.79, 2.41)}, 4.3e12
 
 _LAYERS: dict[str, Any] = {"hidden_size": 128, "vocab_size": 512, "num_hidden_layers": 2, "pad_token_id": 0}
 _HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 256}
@@ -256,16 +255,15 @@ def compare_texts(target: TreeLM, draft: TreeLM) -> dict[str, Any]:
 
 def time_steps(device: torch.device) -> dict[str, Any]:
     """Time steps, launched and, on a GPU, as CUDA graphs, beside the time of the bytes that each must move."""
-    is_gpu, predicted = device.type == "cuda", dict[int, tuple[float, float]]()
+    is_gpu, bandwidth = device.type == "cuda", copy_bandwidth(device)
+    name, details = "bundled target", "float32"
     lm = bundled(device)[0] if not is_gpu else None
-    name, bandwidth = "bundled target, float32", copy_bandwidth(device)
     if lm is None:
         is_large = torch.cuda.mem_get_info(device)[0] > LARGE_BYTES
-        name, predicted = ("mamba2-2.7b", PREDICTED) if is_large else ("mamba2-130m", {})
+        name, details = "mamba2-2.7b" if is_large else "mamba2-130m", "random weights, bfloat16"
         config: PreTrainedConfig = Mamba2Config(**(LARGE if is_large else SMALL), n_groups=1, tie_word_embeddings=True)
         with torch.device(device):
             lm = TreeLM(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
-        name += ", random weights, bfloat16"
     rows: dict[str, Any] = {}
     for nodes in SIZES:
         step = _step(lm, nodes)
@@ -274,13 +272,12 @@ def time_steps(device: torch.device) -> dict[str, Any]:
             row["captured_us"] = time_graph(step, device)["p50"]
         moved = sum(bytes_moved(lm, batch=1, length=CONTEXT, nodes=nodes).values())
         row |= {"bytes": moved, "bound_us": 1e6 * moved / bandwidth}
-        if nodes in predicted:
-            products, rest = predicted[nodes]
-            row["predicted_us"] = 1e3 * (products * PREDICTED_AT / bandwidth + rest)
+        expected = predicted_ms(name, nodes, bandwidth) if is_gpu else None
+        row |= {} if expected is None else {"predicted_us": 1e3 * expected["total"]}
         rows[str(nodes)] = row
     key = "captured_us" if is_gpu else "launched_us"
     ratios = {nodes: row[key] / rows["1"][key] for nodes, row in rows.items()}
-    return {"model": name, "bytes_per_s": bandwidth, "nodes": rows, "over_one_node": ratios, "ok": True}
+    return {"model": f"{name}, {details}", "bytes_per_s": bandwidth, "nodes": rows, "over_one_node": ratios, "ok": True}
 
 
 def _step(lm: TreeLM, nodes: int) -> Callable[[], Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,15 @@ from stree.checks import check_shares
 from stree.drafters.base import Draft, Drafter, DraftRun, in_turn
 from stree.drafters.budget_split import draws_by_value, retrieved_share
 from stree.drafters.hiding import Hiding, has_share
-from stree.drafters.host_copies import AcceptedTokens
+from stree.drafters.host_copies import AcceptedTokens, downloaded
 from stree.drafters.merge import append_best, keep_best, with_delta
 from stree.drafters.retrieval_calibration import RetrievalCalibration
 from stree.growth import Growth, Plan
+from stree.kernels.dispatch import host_can_read
+from stree.kernels.host_copies import upload
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
+from stree.tree import TokenTree
 from stree.verify import Acceptance
 
 __all__ = ["FusedDrafter"]
@@ -116,6 +120,7 @@ class _FusedRun(DraftRun):
     """
 
     hiding: Hiding | None = None
+    _accepted: AcceptedTokens | None = None  # of the last step, where they were not read
 
     def __init__(
         self,
@@ -145,21 +150,25 @@ class _FusedRun(DraftRun):
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Retrieve, draft with what the budget leaves, unite both trees."""
+        self._learn()
         temperature = 0.0 if growth is None else growth.sampling.temperature
         self._retrieving.forced = self.forced
-        retrieved = self._retrieve(pending, growth, budget, temperature)
+        found = self._retrieving.propose(pending, growth, budget)
+        retrieved = self._rated(found, temperature)
         assert retrieved.values is not None, "retrieved trees have values"
         is_kept = (retrieved.values >= self._least_value) & ~retrieved.tree.is_padding
         plan = None if growth is None else growth.plan(budget)
         share, own = retrieved_share(retrieved, is_kept, budget), budget
-        is_shared = plan is None or plan.is_pruned or (draws_by_value(plan, growth) and self._drafting.leave(share))
+        is_by_value = plan is not None and draws_by_value(plan, growth)
+        is_shared = plan is None or plan.is_pruned or (is_by_value and self._drafting.leave(*upload([share], pending)))
         if plan is not None and not is_shared:
             own = plan.num_nodes + 1
             share = torch.full_like(share, budget - own)
         if self.hiding is not None:
             # Tokens that are hidden from the model must be in the tree: the best ones, as many as certainly fit.
             is_kept[:, 1:] &= is_kept[:, 1:].cumsum(1) <= share[:, None]
-            self.hiding.hide(retrieved.tree, is_kept, growth, self._least_share)
+            (shown,) = upload([is_kept.int()], pending)
+            self.hiding.hide(found.tree, shown > 0, growth, self._least_share)
         self._drafting.processor = in_turn(self.processor, self.hiding)
         num_calls = 0 if self.seen is None else self._drafting.prepare(self.seen, own)
         work = partial(self._drafting.propose, pending, growth, own)
@@ -168,22 +177,35 @@ class _FusedRun(DraftRun):
         draft = self.launch(self, (f"drafts of budget {own}", growth), work) if is_alike else work()
         draft = replace(draft, num_calls=draft.num_calls + num_calls)
         if self.hiding is not None:
-            is_kept = self.hiding.shown
+            is_likely = self.hiding.shown
         elif draft.probs is not None:
-            is_kept &= has_share(retrieved.tree, draft.probs.probs[:, 0], self._least_share)
-        return self._united(draft, retrieved, is_kept, plan, budget)
+            is_likely = has_share(found.tree, draft.probs.probs[:, 0], self._least_share)
+        else:
+            is_likely = None
+        self.draft = self._united(draft, retrieved, is_kept, is_likely, plan, budget)
+        self._drafting.draft = self._retrieving.draft = self.draft
+        return self.draft
 
-    def _retrieve(self, pending: Tensor, growth: Growth | None, budget: int, temperature: float | Tensor) -> Draft:
-        """Let the retrieving run propose, and calibrate its values."""
-        retrieved = self._retrieving.propose(pending, growth, budget)
+    def _rated(self, retrieved: Draft, temperature: float | Tensor) -> Draft:
+        """Return what the retrieving run has proposed, on the host, with calibrated values."""
         if retrieved.probs is not None or retrieved.values is None:
             raise ValueError("a drafter of FusedDrafter must draft deterministic nodes with values")
-        return replace(retrieved, values=self._calibration.rate(retrieved.tree, retrieved.values, temperature))
+        given = torch.as_tensor(temperature, dtype=torch.float64, device=retrieved.values.device)
+        tree, values, given = _on_host(retrieved.tree, retrieved.values, given)
+        return replace(retrieved, tree=tree, values=self._calibration.rate(tree, values, given))
 
-    def _united(self, draft: Draft, retrieved: Draft, is_kept: Tensor, plan: Plan | None, budget: int) -> Draft:
-        """Unite both trees in the order of testing; both runs observe the result."""
-        if draft.values is None:
+    def _united(
+        self, on_device: Draft, retrieved: Draft, is_kept: Tensor, is_likely: Tensor | None, plan: Plan | None,
+        budget: int,
+    ) -> Draft:  # fmt: skip
+        """Unite both trees on the host in the order of testing."""
+        if on_device.values is None:
             raise ValueError("a drafter of FusedDrafter must give its nodes values")
+        host_tree, host_values, *likely = _on_host(
+            on_device.tree, on_device.values, *([] if is_likely is None else [is_likely])
+        )
+        draft = replace(on_device, tree=host_tree, values=host_values)
+        is_kept = is_kept & likely[0] if likely else is_kept
         # Only nodes that were chosen without chance may be dropped again; those that were drawn stay.
         is_chosen_after = (plan is None or plan.is_pruned) and draft.probs is None
         most = budget - (1 if is_chosen_after else draft.tree.num_nodes)
@@ -196,24 +218,32 @@ class _FusedRun(DraftRun):
             key = 2 * key + is_own
             key[:, 0] = 0
         size = int((~tree.is_padding).sum(1).max())
-        order = key.sort(dim=1, stable=True).indices[:, :size]
-        probs, column = with_delta(draft, key.shape[1] - draft.tree.tokens.shape[1], order)
+        order = key.sort(dim=1, stable=True).indices[:, :size].contiguous()
         values = (values * ~tree.is_padding).gather(1, order)
+        pruned = tree.prune(order)
+        if not host_can_read(on_device.values):
+            parts = [order, pruned.tokens, values.float(), pruned.parents.int(), pruned.depths.int()]
+            order, tokens, values, parents, depths = upload([part.contiguous() for part in parts], on_device.values)
+            pruned = TokenTree.unchecked(tokens, parents, depths)
+        probs, column = with_delta(on_device, key.shape[1] - draft.tree.tokens.shape[1], order)
         depth = max(draft.max_depth, retrieved.max_depth)
-        self.draft = Draft(
-            tree.prune(order), probs, depth, draft.num_calls, values, column=column, is_united=True, grown=draft.grown
-        )
-        self._drafting.draft = self._retrieving.draft = self.draft
-        return self.draft
+        return Draft(pruned, probs, depth, draft.num_calls, values, column=column, is_united=True, grown=draft.grown)
 
     def observe(self, acceptance: Acceptance) -> None:
         """Pass the accepted paths to both runs."""
         self._drafting.observe(acceptance)
         self._retrieving.observe(acceptance)
-        self._calibration.learn(AcceptedTokens(self.draft.tree.tokens, acceptance).read())
+        self._accepted = AcceptedTokens(self.draft.tree.tokens, acceptance)
+
+    def _learn(self) -> None:
+        """Learn from the tokens that were accepted in the last step."""
+        if self._accepted is not None:
+            self._calibration.learn(self._accepted.read())
+            self._accepted = None
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Begin other texts in both."""
+        self._learn()
         self._drafting.begin(rows, prompts)
         self._retrieving.begin(rows, prompts)
         for row in rows:
@@ -225,6 +255,7 @@ class _FusedRun(DraftRun):
         return self.hiding is None and self._drafting.can_select and self._retrieving.can_select
 
     def select(self, rows: Tensor, rng: Random) -> _FusedRun:
+        self._learn()
         other = copy(self)
         other._calibration = self._calibration.select(rows.tolist())
         other._drafting, other._retrieving = (run.select(rows, rng) for run in (self._drafting, self._retrieving))
@@ -237,3 +268,11 @@ class _FusedRun(DraftRun):
         """Reserve memory for both."""
         for run in (self._drafting, self._retrieving):
             run.reserve(max_length, growth, budget, begins=begins)
+
+
+def _on_host(tree: TokenTree, values: Tensor, *more: Tensor) -> tuple[Any, ...]:
+    """Copy a tree, the values of its nodes and other tensors to the host; where it can read them, nothing is copied."""
+    if host_can_read(values):
+        return tree, values, *more
+    tokens, parents, values, *more_copies = downloaded([tree.tokens, tree.parents, values, *more])
+    return TokenTree.unchecked(tokens, parents), values, *more_copies
