@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -160,9 +161,10 @@ class DecodeLoop:
         """Launch a step, and read the oldest one that the host does not run ahead of."""
         policy = None if self.sequences.is_plain and self.drafter.is_lossless else self.policy
         size = 1 if policy is None else policy.next(self.sequences.active())
-        if policy is not None and policy.row_sizes is not None:
-            self._step.texts.limit_rows(policy.row_sizes)
-        result = self._step(self.policy.growth, size, self.sequences.wanted)
+        nodes = None if policy is None else policy.row_sizes
+        if nodes is not None:
+            self._step.texts.limit_rows(nodes)
+        result = replace(self._step(self.policy.growth, size, self.sequences.wanted), row_nodes=nodes)
         self._launched.append((result, [*self.sequences.rows], self._step.capture.num_replays, policy))
         if len(self._launched) > self._is_pipelined():
             self._read()

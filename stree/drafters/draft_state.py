@@ -35,11 +35,13 @@ class Grown:
         proposal: what the growth's acceptance model learns from.
         num_columns: of the tree.
         scored: the columns that were run.
+        root_logits: float[batch, vocab], after the root.
     """
 
     proposal: Proposal
     num_columns: int
     scored: TokenTree
+    root_logits: Tensor
 
 
 class DraftState:

@@ -21,6 +21,7 @@ from torch import Tensor
 from stree.checks import check_shares
 from stree.drafters.base import Draft, Drafter, DraftRun, in_turn
 from stree.drafters.budget_split import draws_by_value, retrieved_share
+from stree.drafters.draft_state import Grown
 from stree.drafters.hiding import Hiding, has_share
 from stree.drafters.host_copies import AcceptedTokens, downloaded
 from stree.drafters.merge import append_best, keep_best, with_delta
@@ -51,8 +52,9 @@ class FusedDrafter(Drafter):
         second: the other.  Both give their nodes values.  One of the two retrieves: its nodes are all DELTA, such as
             ``SuffixDrafter``'s; the nodes of the other may be sampled.
         least_value: least value of a retrieved node.
-        least_share: least probability that the draft's distribution gives a retrieved first token; used when sampling,
-            where the distribution is at hand (RASD's pruning).
+        least_share: least probability that the draft's distribution gives a retrieved first token, at temperature 0
+            that of the logits themselves (RASD's pruning; the paper's own threshold was not found).  With the
+            retrieving drafter first it is used when sampling alone.
 
     Raises:
         TypeError: a part that is no drafter, or two that run models.
@@ -178,8 +180,9 @@ class _FusedRun(DraftRun):
         draft = replace(draft, num_calls=draft.num_calls + num_calls)
         if self.hiding is not None:
             is_likely = self.hiding.shown
-        elif draft.probs is not None:
-            is_likely = has_share(found.tree, draft.probs.probs[:, 0], self._least_share)
+        elif draft.probs is not None or isinstance(draft.grown, Grown):
+            root = draft.grown.root_logits.softmax(-1) if draft.probs is None else draft.probs.probs[:, 0]
+            is_likely = has_share(found.tree, root, self._least_share)
         else:
             is_likely = None
         self.draft = self._united(draft, retrieved, is_kept, is_likely, plan, budget)

@@ -148,7 +148,7 @@ class ModelRun(DraftRun):
         drawn_from = None if probs is None else draft_probs(probs, nodes.rows, plan, growth.sampling.greedy_rows)
         self.draft = Draft(
             tree, drawn_from, depth, num_calls + self.state.num_calls(grown.num_calls), nodes.values, column=column,
-            grown=Grown(proposal, grown.size, grown.scored),
+            grown=Grown(proposal, grown.size, grown.scored, grown.root_logits),
         )  # fmt: skip
         return self.draft
 

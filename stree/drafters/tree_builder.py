@@ -79,9 +79,11 @@ class GrownTree:
         scored: these columns.
         num_calls: draft calls made.
         num_layers: layers added.
+        root_logits: float[batch, vocab], of the draft model after the root.
     """
 
     scored: TokenTree
+    root_logits: Tensor
 
     def __init__(self, seen: Seen, left: Tensor, plan: Plan) -> None:
         self._columns = columns = begin(seen, num_columns(plan))
@@ -105,6 +107,8 @@ class GrownTree:
         tokens, parents, depths = (part[:, :size] for part in (self._tokens, self._parents, self._depths))
         self.scored = TokenTree.unchecked(tokens, parents, depths, self._mask[:, :size, :size])
         logits = score(self.scored, self.num_run)
+        if not self.num_run:
+            self.root_logits = logits[:, 0]
         self.num_run = size
         self.num_calls += 1
         return logits

@@ -141,12 +141,13 @@ def test_what_was_drawn_stays_though_no_growth_says_that_it_is_drawn() -> None:
     assert run.propose(torch.tensor([0]), None, 4).tree.tokens.tolist() == [[0, 3, 1, 2]]
 
 
-def test_retrieved_first_tokens_that_the_draft_finds_unlikely_are_left_out_when_sampling() -> None:
+@pytest.mark.parametrize("sampling", [PLAIN, Sampling()], ids=["sampled", "greedy"])
+def test_retrieved_first_tokens_that_the_draft_finds_unlikely_are_left_out(sampling: Sampling) -> None:
     dist = TableModel(torch.tensor([[0.0, 3, 2, -9]] * 4, dtype=torch.float64))
     for least_share, kept in ((0.01, [1, 2]), (0.0, [1, 2, 3, 2])):
         retrieval = Retrieval([0, 1, 2, 3, 2], [-1, 0, 1, 0, 3])
         run = FusedDrafter(table_drafter(dist), retrieval, least_share=least_share).start(4, [[0]], random_rows(1))
-        tree = run.propose(torch.tensor([0]), DySpec(depth=1, ranks=1).bind(PLAIN), 8).tree
+        tree = run.propose(torch.tensor([0]), DySpec(depth=1, ranks=1).bind(sampling), 8).tree
         below = tree.tokens[0][tree.ancestor_mask[0].any(0)].tolist()[1:]
         assert set(below) >= set(kept)
         assert (3 in below) == (3 in kept)
