@@ -21,6 +21,7 @@ from stree.bench.records import Record, quantiles
 from stree.bench.verdict import verdict_text
 from stree.decode.step_cache import rounded, step_cache_of
 from stree.heads import OneShotHead
+from stree.models.heads.specblock import SpecBlockHead
 
 __all__ = ["Runner"]
 
@@ -190,8 +191,8 @@ class Runner:
             "is_unrolled": method.is_unrolled,
             "drafter": method.drafter,
         }
-        if isinstance(self.pair.head, OneShotHead):
-            own["is_one_shot"] = True
+        if isinstance(self.pair.head, OneShotHead | SpecBlockHead):
+            own["drafts_blocks"] = True
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")
         tokens = len(case.prompts) * case.new_tokens
         record |= quantiles([tokens / run.seconds for run in repeats[method.name]])
