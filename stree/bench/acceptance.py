@@ -41,9 +41,9 @@ def user_speed(blocks: Sequence[Record]) -> float | None:
 def most_tokens(row: Record) -> float:
     """Tokens that a step of a row would emit if all that it drafts was right.
 
-    A chain of the same nodes, as long as draft calls make one: a call adds a layer, but for retrieval and one-shot
-    heads, whose drafts are as deep as they have nodes.
+    A chain of the same nodes, as long as draft calls make one: a call adds a layer, but for retrieval and heads that
+    draft blocks, which may be as deep as they have nodes.
     """
-    if row["drafter"] == "model" and not row["is_one_shot"]:
+    if row["drafter"] == "model" and not row["drafts_blocks"]:
         return float(min(row["draft_calls"] + 1, row["verified"]))
     return float(row["verified"]) if row["drafter"] not in PEERS or row["tau"] > 1 else 1.0

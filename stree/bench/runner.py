@@ -21,6 +21,7 @@ from stree.bench.records import Record, quantiles
 from stree.bench.verdict import verdict_text
 from stree.decode.step_cache import rounded, step_cache_of
 from stree.heads import OneShotHead
+from stree.models.heads.specblock import SpecBlockHead
 from stree.verify import ForcedLength
 
 __all__ = ["Runner"]
@@ -188,8 +189,8 @@ class Runner:
         own: Record = {
             "growth": growth, "budget": method.budget, "baseline": method.baseline, "drafter": method.drafter,
         }  # fmt: skip
-        if isinstance(self.pair.head, OneShotHead):
-            own["is_one_shot"] = True
+        if isinstance(self.pair.head, OneShotHead | SpecBlockHead):
+            own["drafts_blocks"] = True
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")
         tokens = len(case.prompts) * case.new_tokens
         record |= quantiles([tokens / run.seconds for run in repeats[method.name]])

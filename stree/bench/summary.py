@@ -179,7 +179,7 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
         "drafter": blocks[0]["params"]["drafter"],
         "budget": blocks[0]["params"]["budget"],
         "growth": blocks[0]["params"].get("growth"),
-        "is_one_shot": blocks[0]["params"].get("is_one_shot", False),
+        "drafts_blocks": blocks[0]["params"].get("drafts_blocks", False),
         "prompts": len({(block["params"]["batch"], index) for block in blocks for index in block["params"]["prompts"]}),
         "draft_calls": sum(block["draft_calls"] for block in blocks) / steps,
         "verified": sum(block["verified"] for block in blocks) / steps,

@@ -93,13 +93,13 @@ def test_the_bound_is_the_speed_of_the_same_steps_with_every_draft_right(records
     [
         ({"drafter": "model", "draft_calls": 4.0, "verified": 13.0}, 5.0),
         ({"drafter": "model", "draft_calls": 8.0, "verified": 4.0}, 4.0),
-        ({"drafter": "model", "draft_calls": 1.0, "verified": 9.0, "is_one_shot": True}, 9.0),
+        ({"drafter": "model", "draft_calls": 1.0, "verified": 9.0, "drafts_blocks": True}, 9.0),
         ({"drafter": "suffix", "draft_calls": 0.0, "verified": 16.0}, 16.0),
         ({"drafter": "transformers", "draft_calls": 0.0, "verified": 1.0}, 1.0),
     ],
 )
 def test_a_perfect_step_is_as_deep_as_its_draft_calls_or_its_nodes(own: dict[str, Any], wanted: float) -> None:
-    assert most_tokens({"is_one_shot": False, "tau": 1.5, **own}) == wanted
+    assert most_tokens({"drafts_blocks": False, "tau": 1.5, **own}) == wanted
 
 
 def test_what_has_not_run_yet_is_marked(records: list[dict[str, Any]], tmp_path: Path) -> None:
