@@ -37,7 +37,7 @@ def made_up(pair: Pair, method: Method, case: Case) -> Run:
     for prompt in case.prompts:
         rng = random.Random(repr((method.name, method.budget, prompt, case.temperature, case.seed)))
         rows.append([rng.randrange(1, 90) for _ in range(case.new_tokens)])
-    return Run(rows, 1.0, None, {**dict.fromkeys(COUNTS, 4), "nodes_per_step": 1.0})
+    return Run(rows, 1.0, None, {**dict.fromkeys(COUNTS, 4), "acceptance_by_depth": [], "nodes_per_step": 1.0})
 
 
 @pytest.fixture
