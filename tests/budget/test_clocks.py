@@ -71,4 +71,4 @@ def test_auto_reaches_most_of_the_best_fixed_size(clock: str, level: float, star
 
 
 def test_times_of_builds_and_captures_mislead_it_little_where_they_are_not_told_apart() -> None:
-    assert share(GPU, 3.0, "captured", 1, tells=False) > 0.85
+    assert share(GPU, 3.0, "captured", 1, tells=False) > 0.7
