@@ -59,7 +59,7 @@ class AutoBudget(BudgetPolicy):
     ) -> None:
         super().__init__(growth, sizes[-1])
         self._request_sizes, self._rows = RequestSizes(sizes, history, start), rows
-        self._launched: deque[tuple[list[int], list[ActiveRequest], list[int]]] = deque()
+        self._launched: deque[tuple[list[int], list[ActiveRequest], list[int], int]] = deque()
 
     @property
     def is_off(self) -> bool:
@@ -70,16 +70,16 @@ class AutoBudget(BudgetPolicy):
         """Choose sizes by what is known now."""
         active = [row for row, request in enumerate(rows) if request is not None]
         requests = [request for request in rows if request is not None]
-        chosen = self._request_sizes.choose(requests)
-        self._launched.append((active, requests, chosen))
+        chosen = self._request_sizes.choose(requests, len(rows))
+        self._launched.append((active, requests, chosen, len(rows)))
         sizes = dict(zip(active, chosen, strict=True))
         self.row_sizes = [sizes.get(row, 1) for row in range(len(rows))]
         return max(chosen, default=1)
 
     def observe(self, num_emitted: Sequence[int], seconds: float | None) -> None:
         """Record what the step has shown."""
-        active, requests, chosen = self._launched.popleft()
-        self._request_sizes.observe(requests, chosen, [num_emitted[row] for row in active], seconds)
+        active, requests, chosen, rows = self._launched.popleft()
+        self._request_sizes.observe(requests, chosen, [num_emitted[row] for row in active], seconds, rows)
 
 
 class EverySize(BudgetPolicy):

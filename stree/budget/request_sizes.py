@@ -31,11 +31,11 @@ START = 16  # size of the first steps of a single sequence, while nothing is kno
 # Accepted nodes of a tree over those of a tree of START nodes on the same text: the bundled pair, from
 # benchmarks/results/who-wins.
 GAIN = {1: 0.0, 8: 0.85, 16: 1.0, 32: 1.3, 64: 1.43}
-LEVEL = 3.0  # acceptance level that the first requests begin with; one that is too low would end drafting too early
+LEVEL = 2.0  # acceptance level that the first requests begin with; one that is too low would end drafting too early
 # The numbers below were set by hand, on simulated steps (benchmarks/studies/smartspec.py).
 LEAST = 0.02  # expected tokens that a request gives up for a smaller tree
 MARGIN = 0.04  # share by which another width must be better before it is taken; below it noise decides
-PRIOR_STEPS = 4.0  # weight of the mean level of all requests in that of a new one
+PRIOR_STEPS = 2.0  # weight of the mean level of all requests in that of a new one
 MEMORY_STEPS = 40.0  # steps over which a request's level is averaged
 EARLIER_STEPS = 200.0  # likewise the mean of all requests
 PROBE_EVERY, PROBE_STEPS = 24, 2  # steps before another width is tried, and steps of such a try
@@ -106,10 +106,17 @@ class RequestSizes:
         self._sizes, self._history = list(sizes), history
         self._start = self._width = min(sizes[1:] or sizes, key=lambda size: abs(size - start))
         self._since_try = self._probe_left = 0
+        self._rows = 1  # of the batch
         self._candidate: int | None = None
 
-    def choose(self, requests: Sequence[ActiveRequest]) -> list[int]:
-        """Return the sizes of the next step, one for each active request."""
+    def choose(self, requests: Sequence[ActiveRequest], rows: int | None = None) -> list[int]:
+        """Return the sizes of the next step, one for each active request.
+
+        Args:
+            requests: those that have not ended.
+            rows: of the batch, which cost time whether they are free or not; None for as many as requests.
+        """
+        self._rows = len(requests) if rows is None else rows
         for request in requests:
             if request.name not in self._history.each:
                 self._history.each[request.name] = Level(self._history.everyone.mean)
@@ -124,8 +131,9 @@ class RequestSizes:
         ]
 
     def observe(
-        self, requests: Sequence[ActiveRequest], sizes: Sequence[int], emitted: Sequence[int], seconds: float | None
-    ) -> None:
+        self, requests: Sequence[ActiveRequest], sizes: Sequence[int], emitted: Sequence[int], seconds: float | None,
+        rows: int | None = None,
+    ) -> None:  # fmt: skip
         """Record a step.
 
         Args:
@@ -133,8 +141,10 @@ class RequestSizes:
             sizes: as it returned them.
             emitted: tokens of every request; 0 for one that had ended.
             seconds: of the step; None where it had costs that do not recur, such as a capture.
+            rows: as given to `choose`.
         """
         width, history = max(sizes, default=1), self._history
+        self._rows = len(requests) if rows is None else rows
         if seconds is not None and sizes:
             self._time(requests, width, seconds)
         for request, size, count in zip(requests, sizes, emitted, strict=True):
@@ -145,6 +155,7 @@ class RequestSizes:
 
     def is_plain(self, rows: int) -> bool:
         """Whether a step of so many new requests would decode plainly."""
+        self._rows = rows
         return self._best([self._history.everyone.mean] * rows, 0) == 1
 
     def _best(self, levels: Sequence[float], context: int) -> int:
@@ -158,7 +169,7 @@ class RequestSizes:
 
     def _goodput(self, width: int, levels: Sequence[float], context: int) -> float:
         """Return expected tokens a second; 0 for what is not known."""
-        seconds = self._history.latency.seconds(len(levels), width, context)
+        seconds = self._history.latency.seconds(self._rows, width, context)
         return _tokens(width, levels) / seconds if seconds else 0.0
 
     def _tried(self, levels: Sequence[float], context: int) -> int | None:
@@ -175,7 +186,7 @@ class RequestSizes:
             unknown = [
                 size
                 for size in near
-                if not history.latency.is_measured(len(levels), size) and self._goodput(size, levels, context) > least
+                if not history.latency.is_measured(self._rows, size) and self._goodput(size, levels, context) > least
             ]
             self._candidate = next(iter(unknown or near * (self._width == 1)), None)
             self._since_try, self._probe_left = 0, PROBE_STEPS
@@ -187,7 +198,7 @@ class RequestSizes:
     def _time(self, requests: Sequence[ActiveRequest], width: int, seconds: float) -> None:
         """Record the time of a step, and what it lost if it tried another width than the best known."""
         history, context = self._history, sum(request.length for request in requests)
-        history.latency.observe(len(requests), width, context, seconds)
+        history.latency.observe(self._rows, width, context, seconds)
         levels = [history.each.get(request.name, history.everyone).mean for request in requests]
         goodput = self._goodput(self._width, levels, context)
         history.total_s += seconds

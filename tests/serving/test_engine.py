@@ -101,7 +101,7 @@ def test_captured_steps_serve_all_mixtures(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("is_captured", slow_unless(lambda is_captured: not is_captured, [False, True]))
 def test_rows_of_a_step_have_sizes_of_their_own_under_auto(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(_: RequestSizes, requests: list[ActiveRequest]) -> list[int]:
+    def choose(_: RequestSizes, requests: list[ActiveRequest], rows: int) -> list[int]:
         return [1 if cast(Text, name).request.seed == 7 else 12 for name, _, _ in requests]
 
     monkeypatch.setattr(RequestSizes, "choose", choose)
