@@ -96,11 +96,10 @@ class Engine:
         self._thread.start()
 
     def submit(
-        self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128,
+        self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128, seed: int = 0,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | None = None,
-        tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, seed: int = 0,
-        budget: int | None = None, grammar: Grammar | None = None, trees: bool = False, cache: bool = True,
-        **rules: Any,
+        tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, budget: int | None = None,
+        grammar: Grammar | None = None, trees: bool = False, cache: bool = True, **rules: Any,
     ) -> RequestHandle:  # fmt: skip
         """Take a request, from any thread; parameters are those of ``generate``.
 

@@ -6,7 +6,6 @@ Run: python -m pytest tests/serving/test_engine.py
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,49 +13,17 @@ from functools import partial
 from typing import Any, cast
 
 import pytest
-import torch
 from helpers.captured import captured, launched, near_drafter
-from helpers.draft_steps import GROWTHS
+from helpers.engine_requests import LIMITS, PROMPTS, WAYS, alone, options, submit
 from helpers.fast_cases import slow_unless
 from helpers.tiny_heads import target_and_block_head, target_and_head
-from helpers.tiny_models import patched, tiny_model
 
 import stree
 from stree.budget.request_sizes import ActiveRequest, RequestSizes
 from stree.decode.sequences import Text
-from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import NoDrafter
 from stree.sampling import Sampling
 from stree.serving import RequestHandle
-
-PROMPTS = [[5, 6, 7, 8], [9, 4, 9, 4, 9], [4, 5, 6, 4, 5, 6, 4], [8, 8, 3], [7, 1, 2], [3] * 20, [11, 12], [1, 2, 1, 2]]
-KINDS = [
-    Sampling(), Sampling(0.8), Sampling(1.0, top_k=5), Sampling(), Sampling(1.2, top_p=0.8), Sampling(0.7, min_p=0.05),
-    Sampling(0.9), Sampling(),
-]  # fmt: skip
-LIMITS = [12, 9, 24, 1, 14, 8, 17, 30]
-WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "none": (NoDrafter(), {"budget": 1}),
-    "suffix": (SuffixDrafter(), {"budget": 9}),
-    "fused": (FusedDrafter(near_drafter(), SuffixDrafter()), {"budget": 13}),
-    "hiding": (FusedDrafter(SuffixDrafter(), near_drafter()), {"budget": 13}),
-    "named": (near_drafter(), {"growth": "calibrated:12x3"}),
-    **{name: (near_drafter(), {"budget": 12, "growth": growth}) for name, growth in GROWTHS.items()},
-}
-
-
-def options(place: int) -> dict[str, Any]:
-    """Return the parameters of a request."""
-    return {"sampling": KINDS[place], "max_new_tokens": LIMITS[place], "seed": place // 2, "ignore_eos": True}
-
-
-def alone(lm: stree.TreeLM, way: tuple[Any, dict[str, Any]], place: int) -> list[int]:
-    """Return the text of a request that runs alone, without the engine."""
-    return stree.generate(lm, [PROMPTS[place]], way[0], **way[1], **options(place)).sequences[0]
-
-
-def submit(engine: stree.Engine, place: int, **changed: Any) -> RequestHandle:
-    """Submit a request."""
-    return engine.submit(PROMPTS[place], **{**options(place), **changed})
 
 
 @pytest.fixture
@@ -227,121 +194,3 @@ def test_the_root_of_a_step_s_tree_is_the_token_before_it(budget: int | str) -> 
             for step in steps:
                 assert step.tree is not None and step.tree.tokens[0] == before.tokens[-1]
                 before = step
-
-
-def test_a_full_queue_refuses_and_a_closed_engine_does(engine: stree.Engine) -> None:
-    engine.max_queue = 1
-    handles = [submit(engine, 7, max_new_tokens=80) for _ in range(3)]
-    with pytest.raises(stree.QueueFull, match="wait already"):
-        for _ in range(3):
-            submit(engine, 7)
-    engine.close()
-    assert {handle.finish_reason for handle in handles} <= {"cancelled", "length"}
-    with pytest.raises(RuntimeError, match="closed"):
-        submit(engine, 0)
-
-
-def test_closing_with_grace_lets_requests_end() -> None:
-    engine = stree.Engine(launched(), NoDrafter(), budget=1, max_batch=1, max_length=96)
-    handles = [submit(engine, place) for place in range(3)]
-    engine.close(grace=120)
-    assert [handle.finish_reason for handle in handles] == ["length"] * 3
-
-
-def test_bad_requests_are_refused_before_anything_runs(engine: stree.Engine) -> None:
-    cases: list[tuple[Any, dict[str, Any], str]] = [
-        ([], {}, "empty"), ([1, 10**6], {}, "outside the vocabulary"), ([1] * 95, {}, "exceeds max_length"),
-        ("text", {}, "list of tokens"), ([1], {"max_new_tokens": 0}, "max_new_tokens"),
-        ([1], {"stop_token_ids": list(range(65))}, "at most 64"), ([1], {"logprobs": -1}, "logprobs"),
-        ([1], {"stop_strings": "x"}, "tokenizer"), ([1], {"sampling": 0.8}, "sampling must be"),
-    ]  # fmt: skip
-    for prompt, changed, message in cases:
-        with pytest.raises((ValueError, TypeError), match=message):
-            engine.submit(prompt, **{"max_new_tokens": 5, **changed})
-    assert engine.stats["requests"] == 0
-
-
-def test_a_request_is_refused_while_the_target_cannot_run() -> None:
-    lm = patched(tiny_model("mamba2"))
-    with stree.Engine(lm, NoDrafter(), max_batch=1, max_length=32) as engine:
-        lm.model.train()
-        with pytest.raises(RuntimeError, match="the model is in training mode"):
-            engine.submit([1, 2], max_new_tokens=2)
-        assert engine.stats["requests"] == 0
-        lm.model.eval()
-        assert len(engine.submit([1, 2], max_new_tokens=2, ignore_eos=True).result(60).sequences[0]) == 4
-
-
-class _Failing(Drafter):
-    """Raises in the second step."""
-
-    uses_growth = False
-
-    def start(self, vocab_size: int, prompts: Any, rng: Any) -> DraftRun:
-        run = NoDrafter().start(vocab_size, prompts, rng)
-        propose, calls = run.propose, []
-
-        def failing(pending: torch.Tensor, growth: Any, budget: int) -> Draft:
-            calls.append(1)
-            if len(calls) > 1:
-                raise RuntimeError("no more drafts")
-            return propose(pending, growth, budget)
-
-        run.propose = failing  # type: ignore[method-assign]
-        return run
-
-
-def test_a_drafter_that_fails_ends_no_request() -> None:
-    lm = launched()
-    with stree.Engine(lm, _Failing(), budget=4, max_batch=2, max_length=96) as engine:
-        for place in (0, 3, 7):
-            assert submit(engine, place).result(60).sequences[0] == alone(lm, WAYS["none"], place)
-
-
-def test_a_target_that_fails_ends_the_running_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = launched()
-    with stree.Engine(lm, NoDrafter(), budget=1, max_batch=2, max_length=96) as engine:
-        healthy = lm.verify
-        monkeypatch.setattr(lm, "verify", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("a broken device")))
-        handle = submit(engine, 0)
-        with pytest.raises(stree.GenerationError, match="broken device") as failure:
-            handle.result(60)
-        assert failure.value.output.sequences[0][:-1] == PROMPTS[0] and handle.finish_reason == "error"
-        monkeypatch.setattr(lm, "verify", healthy)
-        assert submit(engine, 0).result(60).sequences[0] == alone(lm, WAYS["none"], 0)
-
-
-def test_threads_read_while_the_engine_runs(engine: stree.Engine) -> None:
-    handle, read = submit(engine, 7), list[list[int]]()
-    threads = [threading.Thread(target=lambda: read.append(list(handle))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert read == [handle.tokens] * 3 and len(read[0]) == LIMITS[7]
-
-
-class _SlowToStart(SuffixDrafter):
-    """Starts once it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_asked, self.may_start = threading.Event(), threading.Event()
-
-    def start(self, *arguments: Any, **options: Any) -> Any:
-        self.is_asked.set()
-        assert self.may_start.wait(20)
-        return super().start(*arguments, **options)
-
-
-def test_without_a_queue_no_request_waits_while_another_one_begins() -> None:
-    drafter = _SlowToStart()
-    with stree.Engine(launched(), drafter, budget=4, max_batch=2, max_length=96, max_queue=0) as engine:
-        handles = [submit(engine, 0)]
-        assert drafter.is_asked.wait(60)
-        handles.append(submit(engine, 1))
-        with pytest.raises(stree.QueueFull, match="2 requests run or wait already, of at most 2"):
-            submit(engine, 2)
-        drafter.may_start.set()
-        assert [len(handle.result(60).sequences[0]) for handle in handles] == [16, 14]
-        submit(engine, 2).result(60)
