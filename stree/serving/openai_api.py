@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from stree.decode.grammar import Grammar
 from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText
 from stree.grammar_fields import GRAMMAR_FIELDS
@@ -59,6 +60,7 @@ class OpenAIAPI:
         self._tool_format = tool_format(tokenizer.chat_template)
         markers = [] if self._tool_format is None else [self._tool_format.begin, self._tool_format.end or ""]
         self._bytes_of_calls = TokenBytes(tokenizer, markers)
+        self._special_tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.card = {
             "id": model, "object": "model", "created": int(time.time()), "owned_by": "stree",
             "max_model_len": engine.max_length,
@@ -117,7 +119,10 @@ class OpenAIAPI:
         """Return what finds the calls in an answer, where it may have some."""
         if self._tool_format is None or not body.tool_schemas:
             return None
-        return ToolAnswer(self._tool_format, body.tool_schemas, is_one=body.parallel_tool_calls is False)
+        return ToolAnswer(self._tool_format, body.tool_schemas, is_one=body.has_one_call)
+
+    def _grammar(self, body: GenerationRequest) -> Grammar | None:
+        return grammar_of_request(body, self._tool_format, self._special_tokens)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Answer POST /tokenize, as vLLM does."""
@@ -151,7 +156,7 @@ class OpenAIAPI:
         choices: list[Choice] = []
         has_calls = isinstance(body, ChatRequest) and body.tool_schemas
         token_bytes = self._bytes_of_calls if has_calls else self.token_bytes
-        options = {**options, "grammar": await asyncio.to_thread(grammar_of_request, body)}
+        options = {**options, "grammar": await asyncio.to_thread(self._grammar, body)}
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
             for each in prompts:
@@ -192,7 +197,8 @@ class OpenAIAPI:
         except (ValueError, TypeError) as error:
             param = next((name for name in ("budget", *RULE_FIELDS) if str(error).startswith(name)), "prompt")
             if str(error).startswith("grammar"):
-                param = next(name for name in GRAMMAR_FIELDS if getattr(body, name) is not None)
+                named = (name for name in GRAMMAR_FIELDS if getattr(body, name) is not None)
+                param = next(named, "tool_choice")
             raise APIError(400, str(error), param=param) from error
         except RuntimeError as error:
             raise APIError(503, str(error)) from error

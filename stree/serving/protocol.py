@@ -137,6 +137,19 @@ class Tool(BaseModel):
     function: Function
 
 
+class FunctionName(BaseModel):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
@@ -173,14 +186,26 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
     @property
     def tool_schemas(self) -> dict[str, dict[str, Any]]:
         """JSON schemas of the parameters, by the names of the tools that may be called."""
         tools = [] if self.tool_choice == "none" else self.tools or []
+        if isinstance(self.tool_choice, NamedTool):
+            tools = [tool for tool in tools if tool.function.name == self.tool_choice.function.name]
         return {tool.function.name: tool.function.parameters or {} for tool in tools}
+
+    @property
+    def has_forced_call(self) -> bool:
+        """Whether the answer must be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether calls after the first are left out."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -203,6 +228,13 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs", param="top_logprobs")
+        if not self.has_forced_call:
+            return
+        if not self.tool_schemas:
+            raise APIError(400, "tool_choice must be one of tools", param="tool_choice")
+        if (asked := grammar_of(dict(self))) is not None:
+            message = f"tool_choice and {asked[0]} must not both ask for a grammar; take one of them"
+            raise APIError(400, message, param=asked[0])
 
 
 class TokenizeRequest(BaseModel):
