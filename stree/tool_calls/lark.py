@@ -30,8 +30,14 @@ def json_call(name: str, schema: Mapping[str, Any], arguments: str = "arguments"
 
 
 def properties_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any], bool]]:
-    """Yield the name and the schema of each parameter, with the definitions around it, and whether it is required."""
+    """Yield the name and the schema of each parameter, with the definitions around it, and whether it is required.
+
+    Raises:
+        ValueError: ``properties`` that are no object, or ``required`` that is no list.
+    """
+    properties, required = schema.get("properties") or {}, schema.get("required") or []
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        raise ValueError("parameters must have an object as properties and a list as required")
     shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    required = schema.get("required") or ()
-    for key, own in (schema.get("properties") or {}).items():
+    for key, own in properties.items():
         yield key, {**shared, **(own if isinstance(own, dict) else {})}, key in required

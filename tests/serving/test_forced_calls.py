@@ -119,6 +119,16 @@ def test_parameters_that_are_all_optional_are_divided_by_commas(tokenizer: Any) 
         assert is_text_of(grammar, tokenizer, text) == is_allowed, inner
 
 
+@pytest.mark.parametrize("form", TOOL_FORMATS)
+def test_schemas_of_any_text_are_read_or_refused(tokenizer: Any, form: str) -> None:
+    odd = {"type": "string", "enum": ["a ::= b", 'x"\\n\n'], "description": "::= ::="}
+    grammar = compiled(tokenizer, form, is_one=True, schemas={"f": {"properties": {"é": odd}, "required": ["é"]}})
+    assert not is_text_of(grammar, tokenizer, "f")
+    for wrong in ({"properties": ["a"]}, {"properties": {"a": {"type": "integer"}}, "required": "a"}):
+        with pytest.raises(ValueError, match="parameters must have|cannot be read"):
+            compiled(tokenizer, form, is_one=True, schemas={"f": wrong})
+
+
 # Few texts, since the bundled target ends none by itself.
 FEW: dict[str, Any] = {**SCHEMAS, "weather": {**WEATHER, "properties": {"city": {"type": "string", "enum": ["Oslo"]}}}}
 TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in FEW.items()]
