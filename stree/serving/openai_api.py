@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
@@ -30,6 +31,7 @@ from stree.serving.answers import (
     usage,
     whole_pieces,
 )  # fmt: skip
+from stree.serving.echo import echoes_of
 from stree.serving.encoding import PromptEncoder
 from stree.serving.engine import Engine
 from stree.serving.errors import APIError, error_event
@@ -93,11 +95,20 @@ class OpenAIAPI:
         choices = await self._submit(body, body.prompts)
         head = self._head("cmpl", "text_completion")
 
+        echoes = await echoes_of(body, choices, self._engine, self.token_bytes) if body.echo else []
+        begun = set[int]()
+
         def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
+            if body.max_tokens == 0:  # one token was decoded
+                piece = replace(piece, text="", logprobs=[], finish_reason=piece.finish_reason and "length")
             found = None if body.logprobs is None else completion_logprobs(piece, self.token_bytes)
-            return {
-                "index": piece.index, "text": piece.text, "logprobs": found, "finish_reason": piece.finish_reason,
-            }  # fmt: skip
+            text = piece.text
+            if echoes:
+                echo, is_first = echoes[piece.index // (body.n or 1)], piece.index not in begun
+                begun.add(piece.index)
+                text = echo.text + text if is_first else text
+                found = found and echo.moved(found, is_first=is_first)
+            return {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
 
         return await self._answer(body, request, choices, head, head, part)
 

@@ -154,7 +154,8 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: str | Tokens | Texts | TokenLists
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
+    echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
     @property
@@ -167,7 +168,13 @@ class CompletionRequest(GenerationRequest):
     @property
     def limit(self) -> int | None:
         """Most new tokens; OpenAI's default is 16."""
-        return 16 if self.max_tokens is None else self.max_tokens
+        return 16 if self.max_tokens is None else self.max_tokens or 1
+
+    def check(self) -> None:
+        """Refuse an empty answer, too."""
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise APIError(400, "max_tokens must be at least 1 without echo, got 0", param="max_tokens")
 
     @property
     def top_logprobs_wanted(self) -> bool | int:
