@@ -111,7 +111,8 @@ class _Row:
     """
 
     def __init__(self, grammar: CompiledGrammar, prompt_length: int) -> None:
-        self._grammar, self._matcher, self.length = grammar, grammar.matcher(), prompt_length
+        self._grammar, self.length = grammar, prompt_length
+        self._accepted, self._matcher = grammar.matcher(), grammar.matcher()  # behind the text, and behind ``_path``
         self.problem: Exception | None = None
         self._is_over = False  # tokens stand behind its end, which the host has not seen yet
         self._path: tuple[int, ...] = ()  # tokens of a tree that the matcher has taken, too
@@ -119,8 +120,8 @@ class _Row:
 
     def advance(self, tokens: list[int]) -> None:
         """Take tokens of the text."""
-        self._follow(())
-        self._is_over |= self._matcher.try_consume_tokens(tokens) < len(tokens)
+        self._is_over |= self._accepted.try_consume_tokens(tokens) < len(tokens)
+        self._matcher, self._path = self._accepted.deep_copy(), ()
         self.length += len(tokens)
         self._masks.clear()
 
@@ -159,9 +160,8 @@ class _Row:
 
     def _follow(self, path: tuple[int, ...]) -> bool:
         """Let the matcher stand behind some more tokens; False where the grammar excludes them."""
-        same = next((place for place, pair in enumerate(zip(self._path, path, strict=False)) if pair[0] != pair[1]),
-                    min(len(self._path), len(path)))  # fmt: skip
-        self._matcher.rollback(len(self._path) - same)
-        taken = self._matcher.try_consume_tokens([*path[same:]])
-        self._path = path[: same + taken]
+        if path[: len(self._path)] != self._path:  # copied: llguidance's rollback is wrong behind tokens like <[5]>
+            self._matcher, self._path = self._accepted.deep_copy(), ()
+        begin = len(self._path)
+        self._path = path[: begin + self._matcher.try_consume_tokens([*path[begin:]])]
         return len(self._path) == len(path)

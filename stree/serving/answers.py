@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from fastapi import Request
 
 from stree.decode.logprobs import TokenLogprob
 from stree.decode.stop_strings import TokenBytes
@@ -14,7 +16,10 @@ from stree.serving.document import token_name
 from stree.serving.errors import APIError
 from stree.serving.handle import RequestHandle
 
-__all__ = ["Choice", "Piece", "acceptance", "chat_logprobs", "completion_logprobs", "merged", "usage"]
+__all__ = [
+    "Choice", "Piece", "acceptance", "chat_logprobs", "completion_logprobs", "merged", "unless_left", "usage",
+    "whole_pieces",
+]  # fmt: skip
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 
@@ -97,6 +102,36 @@ async def merged(choices: Sequence[Choice]) -> AsyncIterator[Piece]:
                 left -= 1
             else:
                 yield piece
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def whole_pieces(choices: Sequence[Choice]) -> list[Piece]:
+    """Wait for all choices; return each as one piece."""
+    reasons = dict[int, str | None]()
+    async for piece in merged(choices):
+        reasons[piece.index] = piece.finish_reason
+    return [Piece(each.index, each.text.text, each.logprobs, each.text.tokens, reasons[each.index]) for each in choices]
+
+
+async def unless_left(request: Request, work: Awaitable[list[Piece]]) -> list[Piece]:
+    """Wait for work unless the client leaves before.
+
+    Raises:
+        APIError: it has left: there is no one to answer.
+    """
+
+    async def left() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(work), asyncio.create_task(left())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks[0].done():
+            return tasks[0].result()  # type: ignore[return-value]
+        raise APIError(499, "the client has left")
     finally:
         for task in tasks:
             task.cancel()

@@ -58,6 +58,10 @@ class PromptEncoder:
         size = sum(len(message.get("content") or "") for message in messages)
         return await self._in_thread(size, lambda: self._tokenized_chat(messages, options))
 
+    def ends_with(self, prompt: Sequence[int], text: str) -> bool:
+        """Whether the text of a prompt ends with another, which is short, and spaces."""
+        return str(self._tokenizer.decode(prompt[-32:])).rstrip().endswith(text)
+
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a text or a chat, and their names where they are asked for."""
         if body.messages is not None:

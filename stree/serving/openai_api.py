@@ -6,18 +6,32 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
+from stree.decode.grammar import Grammar
 from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText
-from stree.grammar_fields import GRAMMAR_FIELDS
+from stree.grammar_fields import GRAMMAR_FIELDS, grammar_of
 from stree.inputs import stop_tokens
 from stree.rule_fields import RULE_FIELDS, rules_of, tokenized_words
-from stree.serving.answers import Choice, Piece, acceptance, chat_logprobs, completion_logprobs, merged, usage
+from stree.serving import reasoning
+from stree.serving.answers import (
+    Choice,
+    Piece,
+    acceptance,
+    chat_logprobs,
+    completion_logprobs,
+    merged,
+    unless_left,
+    usage,
+    whole_pieces,
+)  # fmt: skip
+from stree.serving.echo import echoes_of
 from stree.serving.encoding import PromptEncoder
 from stree.serving.engine import Engine
 from stree.serving.errors import APIError, error_event
@@ -32,6 +46,7 @@ from stree.serving.protocol import (
     GenerationRequest,
     TokenizeRequest,
 )  # fmt: skip
+from stree.serving.reasoning import ReasoningReader
 from stree.serving.tool_answers import ToolAnswer
 from stree.tool_calls import tool_format
 
@@ -57,8 +72,10 @@ class OpenAIAPI:
         self._encoder = PromptEncoder(tokenizer, model, engine.max_length - 1)
         self.token_bytes, self.metrics = TokenBytes(tokenizer), Metrics(engine, model)
         self._tool_format = tool_format(tokenizer.chat_template)
-        markers = [] if self._tool_format is None else [self._tool_format.begin, self._tool_format.end or ""]
-        self._bytes_of_calls = TokenBytes(tokenizer, markers)
+        self._bytes_with: dict[tuple[str, ...], TokenBytes] = {
+            (): self.token_bytes
+        }  # with special tokens that a text shows
+        self._special_tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.card = {
             "id": model, "object": "model", "created": int(time.time()), "owned_by": "stree",
             "max_model_len": engine.max_length,
@@ -78,11 +95,20 @@ class OpenAIAPI:
         choices = await self._submit(body, body.prompts)
         head = self._head("cmpl", "text_completion")
 
+        echoes = await echoes_of(body, choices, self._engine, self.token_bytes) if body.echo else []
+        begun = set[int]()
+
         def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
+            if body.max_tokens == 0:  # one token was decoded
+                piece = replace(piece, text="", logprobs=[], finish_reason=piece.finish_reason and "length")
             found = None if body.logprobs is None else completion_logprobs(piece, self.token_bytes)
-            return {
-                "index": piece.index, "text": piece.text, "logprobs": found, "finish_reason": piece.finish_reason,
-            }  # fmt: skip
+            text = piece.text
+            if echoes:
+                echo, is_first = echoes[piece.index // (body.n or 1)], piece.index not in begun
+                begun.add(piece.index)
+                text = echo.text + text if is_first else text
+                found = found and echo.moved(found, is_first=is_first)
+            return {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
 
         return await self._answer(body, request, choices, head, head, part)
 
@@ -91,18 +117,23 @@ class OpenAIAPI:
         self._check(body)
         if body.tool_schemas and self._tool_format is None:
             raise APIError(400, f"tool calls of {self._model} have no known format", param="tools")
-        choices = await self._submit(body, [await self._encoder.chat(body.messages, body.template_options)])
-        calling = [self._calling(body) for _ in choices]
+        prompt = await self._encoder.chat(body.messages, body.template_options)
+        choices = await self._submit(body, [prompt])
+        calling, thinking = [self._calling(body) for _ in choices], [self._thinking(body, prompt) for _ in choices]
         whole, chunk = (self._head("chatcmpl", f"chat.completion{end}") for end in ("", ".chunk"))
         chunk["id"] = whole["id"]
         begun = set[int]()
 
         def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
             found = chat_logprobs(piece, self.token_bytes) if body.logprobs else None
-            content: dict[str, Any] = {"content": piece.text}
-            finish_reason = piece.finish_reason
+            text, finish_reason, thought = piece.text, piece.finish_reason, ""
+            if (reader := thinking[piece.index]) is not None:
+                thought, text = reader.push(text, is_last=finish_reason is not None)
+            content: dict[str, Any] = {"content": text}
             if (answer := calling[piece.index]) is not None:
-                content, finish_reason = answer.push(piece.text, finish_reason, is_whole=is_whole)
+                content, finish_reason = answer.push(text, finish_reason, is_whole=is_whole)
+            if thought or (is_whole and reader is not None):
+                content["reasoning_content"] = thought or None
             if is_whole or piece.index not in begun:
                 begun.add(piece.index)
                 content = {"role": "assistant", **content, **({"refusal": None} if is_whole else {})}
@@ -117,7 +148,25 @@ class OpenAIAPI:
         """Return what finds the calls in an answer, where it may have some."""
         if self._tool_format is None or not body.tool_schemas:
             return None
-        return ToolAnswer(self._tool_format, body.tool_schemas, is_one=body.parallel_tool_calls is False)
+        return ToolAnswer(self._tool_format, body.tool_schemas, is_one=body.has_one_call)
+
+    def _thinking(self, body: ChatRequest, prompt: list[int]) -> ReasoningReader | None:
+        """Return what finds the reasoning in an answer, where it is wanted; a grammar is one of the whole answer."""
+        if not body.separate_reasoning:
+            return None
+        has_grammar = body.has_forced_call or grammar_of(dict(body)) is not None
+        return ReasoningReader(is_open=not has_grammar and self._encoder.ends_with(prompt, reasoning.BEGIN))
+
+    def _shown(self, body: GenerationRequest) -> tuple[str, ...]:
+        """Return the markers that must be in the text, special tokens or not, for its parts to be found."""
+        if not isinstance(body, ChatRequest):
+            return ()
+        form = self._tool_format if body.tool_schemas else None
+        calls = () if form is None else (form.begin, form.end or "")
+        return calls + ((reasoning.BEGIN, reasoning.END) if body.separate_reasoning else ())
+
+    def _grammar(self, body: GenerationRequest) -> Grammar | None:
+        return grammar_of_request(body, self._tool_format, self._special_tokens)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Answer POST /tokenize, as vLLM does."""
@@ -149,16 +198,17 @@ class OpenAIAPI:
     ) -> list[Choice]:
         """Submit all texts of a request, or none; a prompt is tokenised when those before it are in the queue."""
         choices: list[Choice] = []
-        has_calls = isinstance(body, ChatRequest) and body.tool_schemas
-        token_bytes = self._bytes_of_calls if has_calls else self.token_bytes
-        options = {**options, "grammar": await asyncio.to_thread(grammar_of_request, body)}
+        shown = self._shown(body)
+        if shown not in self._bytes_with:
+            self._bytes_with[shown] = TokenBytes(self._tokenizer, shown)
+        options = {**options, "grammar": await asyncio.to_thread(self._grammar, body)}
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
             for each in prompts:
                 prompt = await self._encoder.text(each) if isinstance(each, str) else each
                 for number in range(body.n or 1):
                     handle = await asyncio.to_thread(self._submit_one, body, prompt, seed + number, options)
-                    text = IncrementalText(token_bytes, prompt, body.stops)
+                    text = IncrementalText(self._bytes_with[shown], prompt, body.stops)
                     choices.append(Choice(len(choices), handle, text))
         except BaseException:
             for choice in choices:
@@ -192,7 +242,8 @@ class OpenAIAPI:
         except (ValueError, TypeError) as error:
             param = next((name for name in ("budget", *RULE_FIELDS) if str(error).startswith(name)), "prompt")
             if str(error).startswith("grammar"):
-                param = next(name for name in GRAMMAR_FIELDS if getattr(body, name) is not None)
+                named = (name for name in GRAMMAR_FIELDS if getattr(body, name) is not None)
+                param = next(named, "tool_choice")
             raise APIError(400, str(error), param=param) from error
         except RuntimeError as error:
             raise APIError(503, str(error)) from error
@@ -208,7 +259,7 @@ class OpenAIAPI:
             events = self._events(body, choices, chunk, part, num_prompt_tokens)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         try:
-            pieces = await _unless_left(request, _all(choices))
+            pieces = await unless_left(request, whole_pieces(choices))
         finally:
             self._end(choices)
         parts = [part(piece, is_whole=True) for piece in pieces]
@@ -239,36 +290,6 @@ class OpenAIAPI:
     def _end(self, choices: Sequence[Choice]) -> None:
         for choice in choices:
             choice.handle.cancel()  # nothing, where it has ended
-
-
-async def _all(choices: Sequence[Choice]) -> list[Piece]:
-    """Wait for all choices; return each as one piece."""
-    reasons = dict[int, str | None]()
-    async for piece in merged(choices):
-        reasons[piece.index] = piece.finish_reason
-    return [Piece(each.index, each.text.text, each.logprobs, each.text.tokens, reasons[each.index]) for each in choices]
-
-
-async def _unless_left(request: Request, work: Awaitable[list[Piece]]) -> list[Piece]:
-    """Wait for work unless the client leaves before.
-
-    Raises:
-        APIError: it has left: there is no one to answer.
-    """
-
-    async def left() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.create_task(left())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if tasks[0].done():
-            return tasks[0].result()  # type: ignore[return-value]
-        raise APIError(499, "the client has left")
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def event(data: Any) -> str:

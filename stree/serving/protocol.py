@@ -137,11 +137,25 @@ class Tool(BaseModel):
     function: Function
 
 
+class FunctionName(BaseModel):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: str | Tokens | Texts | TokenLists
-    max_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=0)
+    echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
 
     @property
@@ -154,7 +168,13 @@ class CompletionRequest(GenerationRequest):
     @property
     def limit(self) -> int | None:
         """Most new tokens; OpenAI's default is 16."""
-        return 16 if self.max_tokens is None else self.max_tokens
+        return 16 if self.max_tokens is None else self.max_tokens or 1
+
+    def check(self) -> None:
+        """Refuse an empty answer, too."""
+        super().check()
+        if self.max_tokens == 0 and not self.echo:
+            raise APIError(400, "max_tokens must be at least 1 without echo, got 0", param="max_tokens")
 
     @property
     def top_logprobs_wanted(self) -> bool | int:
@@ -171,16 +191,29 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     reasoning_effort: str | None = None
+    separate_reasoning: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
 
     @property
     def tool_schemas(self) -> dict[str, dict[str, Any]]:
         """JSON schemas of the parameters, by the names of the tools that may be called."""
         tools = [] if self.tool_choice == "none" else self.tools or []
+        if isinstance(self.tool_choice, NamedTool):
+            tools = [tool for tool in tools if tool.function.name == self.tool_choice.function.name]
         return {tool.function.name: tool.function.parameters or {} for tool in tools}
+
+    @property
+    def has_forced_call(self) -> bool:
+        """Whether the answer must be calls."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether calls after the first are left out."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
 
     @property
     def template_options(self) -> dict[str, Any]:
@@ -203,6 +236,13 @@ class ChatRequest(GenerationRequest):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs needs logprobs", param="top_logprobs")
+        if not self.has_forced_call:
+            return
+        if not self.tool_schemas:
+            raise APIError(400, "tool_choice must be one of tools", param="tool_choice")
+        if (asked := grammar_of(dict(self))) is not None:
+            message = f"tool_choice and {asked[0]} must not both ask for a grammar; take one of them"
+            raise APIError(400, message, param=asked[0])
 
 
 class TokenizeRequest(BaseModel):

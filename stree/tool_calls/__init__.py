@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stree.tool_calls.base import Schemas, ToolCall, ToolCallReader, ToolFormat
+from stree.tool_calls.forced import calls_lark
 from stree.tool_calls.granite import GRANITE
 from stree.tool_calls.hermes import HERMES
 from stree.tool_calls.lfm2 import LFM2
@@ -12,7 +13,7 @@ from stree.tool_calls.llama_json import LLAMA_JSON
 from stree.tool_calls.nemotron import NEMOTRON
 from stree.tool_calls.qwen_xml import QWEN_XML
 
-__all__ = ["TOOL_FORMATS", "Schemas", "ToolCall", "ToolCallReader", "ToolFormat", "tool_format"]
+__all__ = ["TOOL_FORMATS", "Schemas", "ToolCall", "ToolCallReader", "ToolFormat", "calls_lark", "tool_format"]
 
 # The first whose hint is in a chat template is its format: Qwen's two begin alike.
 TOOL_FORMATS = {

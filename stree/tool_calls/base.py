@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ToolCall", "ToolCallReader", "ToolFormat", "call_of", "calls_of_json"]
+__all__ = ["ToolCall", "ToolCallReader", "ToolFormat", "call_of", "calls_of", "calls_of_json"]
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters, by the names of the tools
 
@@ -34,6 +34,12 @@ class ToolFormat:
         begin: text in front of calls.
         end: text behind them; None where they reach to the end of the answer.
         read: returns the calls in a text from ``begin`` to ``end``, both included; ValueError where it has none.
+        call: returns a call as an expression of Lark, from the name of a tool and the schema of its parameters;
+            ValueError where the format cannot write it.
+        opening, closing: text between ``begin`` and a call, and between a call and ``end``.
+        divider: text between two calls.
+        rules: of Lark, that calls have in them.
+        is_list: whether ``begin`` and ``end`` enclose all calls, and not each.
         is_whole: whether calls stand at the beginning of an answer or nowhere.
     """
 
@@ -41,6 +47,12 @@ class ToolFormat:
     begin: str
     end: str | None
     read: Callable[[str, Schemas], list[ToolCall]]
+    call: Callable[[str, Mapping[str, Any]], str]
+    opening: str = ""
+    closing: str = ""
+    divider: str = ""
+    rules: str = ""
+    is_list: bool = False
     is_whole: bool = False
 
 
@@ -61,7 +73,11 @@ def calls_of_json(text: str, schemas: Schemas) -> list[ToolCall]:
     Raises:
         ValueError: something else.
     """
-    found = json.loads(text)
+    return calls_of(json.loads(text), schemas)
+
+
+def calls_of(found: Any, schemas: Schemas) -> list[ToolCall]:
+    """Return calls that ``calls_of_json`` has parsed; it raises the same."""
     listed = found if isinstance(found, list) else [found]
     if not listed or not all(isinstance(one, dict) for one in listed):
         raise ValueError("calls must be objects")

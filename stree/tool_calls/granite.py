@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, calls_of_json
+from stree.tool_calls.lark import json_call
 
 __all__ = ["GRANITE"]
 
@@ -13,4 +14,4 @@ def _read(text: str, schemas: Schemas) -> list[ToolCall]:
     return calls_of_json(text.removeprefix(BEGIN), schemas)
 
 
-GRANITE = ToolFormat((BEGIN,), BEGIN, None, _read)
+GRANITE = ToolFormat((BEGIN,), BEGIN, None, _read, json_call, "[", "]", ", ", is_list=True)

@@ -3,27 +3,63 @@
 from __future__ import annotations
 
 import ast
+import json
+from collections.abc import Mapping
+from keyword import iskeyword
+from typing import Any
 
 from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, call_of
+from stree.tool_calls.lark import json_value, properties_of, quoted
 
 __all__ = ["LFM2"]
 
 BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
+COMMA = quoted(", ")
 
 
 def _read(text: str, schemas: Schemas) -> list[ToolCall]:
+    text = text.removeprefix(BEGIN).removesuffix(END).strip()
     try:
-        listed = ast.parse(text.removeprefix(BEGIN).removesuffix(END).strip(), mode="eval").body
-        return [_call(one, schemas) for one in (listed.elts if isinstance(listed, ast.List) else [listed])]
+        listed = ast.parse(text, mode="eval").body
+        return [_read_call(text, one, schemas) for one in (listed.elts if isinstance(listed, ast.List) else [listed])]
     except (SyntaxError, MemoryError, TypeError) as error:
         raise ValueError(f"no list of calls: {error}") from error
 
 
-def _call(call: ast.expr, schemas: Schemas) -> ToolCall:
+def _read_call(text: str, call: ast.expr, schemas: Schemas) -> ToolCall:
     if not isinstance(call, ast.Call) or call.args:
         raise ValueError("no call by names of arguments")
-    arguments = {str(one.arg): ast.literal_eval(one.value) for one in call.keywords}
+    arguments = {str(one.arg): _value(text, one.value) for one in call.keywords}
     return call_of(ast.unparse(call.func), arguments, schemas)
 
 
-LFM2 = ToolFormat(("<|tool_list_start|>", BEGIN), BEGIN, END, _read)
+def _value(text: str, value: ast.expr) -> Any:
+    """Return an argument, which is JSON or a literal of Python."""
+    try:
+        return json.loads(ast.get_source_segment(text, value) or "")
+    except ValueError:
+        return ast.literal_eval(value)
+
+
+def _call(name: str, schema: Mapping[str, Any]) -> str:
+    required, others = list[str](), list[str]()
+    for key, own, is_required in properties_of(schema):
+        if not key.isidentifier() or iskeyword(key):
+            raise ValueError(f"{name} has a parameter that this model cannot write: {key!r:.80}")
+        value = '"True" | "False"' if own.get("type") == "boolean" else json_value(own)
+        (required if is_required else others).append(f"{quoted(key + '=')} ({value})")
+    if not all(part.isidentifier() and not iskeyword(part) for part in name.split(".")):
+        raise ValueError(f"this model cannot write the name {name!r}")
+    return f"{quoted(name + '(')} {_list(required, others)} {quoted(')')}"
+
+
+def _list(required: list[str], others: list[str]) -> str:
+    """Return the expression of all of some expressions and any of others, divided by commas."""
+    further = [f"({COMMA} {one})?" for one in others]
+    if required:
+        return " ".join([f" {COMMA} ".join(required), *further])
+    first = [" ".join([one, *further[place:]]) for place, one in enumerate(others, 1)]
+    return f"({' | '.join(first)})?" if first else ""
+
+
+LFM2 = ToolFormat(("<|tool_list_start|>", BEGIN), BEGIN, END, _read, _call, "[", "]", ", ", is_list=True)

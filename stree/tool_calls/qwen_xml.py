@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, call_of
+from stree.tool_calls.lark import json_value, properties_of, quoted
 
 __all__ = ["QWEN_XML"]
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+LINE = "\n"
+PARAMETER_END = "\n</parameter>\n"
+TEXT = r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"  # with the end, which it must not reach beyond
 
 
 def _read(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -39,4 +45,17 @@ def _value(text: str, schema: Any) -> Any:
         return text
 
 
-QWEN_XML = ToolFormat(("<function=",), BEGIN, END, _read)
+def _call(name: str, schema: Mapping[str, Any]) -> str:
+    parameters = []
+    for key, own, is_required in properties_of(schema):
+        if ">" in key:
+            raise ValueError(f"{name} has a parameter that this model cannot write: {key!r:.80}")
+        value = json_value(own)
+        if own.get("type") == "string":  # written as it is
+            value = " | ".join(quoted(str(text)) for text in own.get("enum") or ())
+        value = f"({value}) {quoted(PARAMETER_END)}" if value else "text"
+        parameters.append(f"({quoted(f'<parameter={key}>{LINE}')} {value}){'' if is_required else '?'}")
+    return " ".join([quoted(f"<function={name}>\n"), *parameters, quoted("</function>")])
+
+
+QWEN_XML = ToolFormat(("<function=",), BEGIN, END, _read, _call, "\n", "\n", "\n", TEXT)

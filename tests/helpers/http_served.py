@@ -92,7 +92,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("logit_bias", {"a": 1}, "logit_bias must have token ids as keys, got 'a'"),
     ("repetition_penalty", 0, "repetition_penalty must be above 0, got 0"), ("bad_words", [""], "no empty string"),
     ("allowed_token_ids", [], "allowed_token_ids must be a list of at least one token id, got []"),
-    ("echo", True, "echo"), ("best_of", 2, "best_of"), ("suffix", "end", "suffix"), ("tools", [{}], "tools"),
+    ("best_of", 2, "best_of"), ("suffix", "end", "suffix"), ("tools", [{}], "tools"),
     ("tool_choice", "required", "tool_choice"), ("response_format", {"type": "xml"}, "response_format"),
     ("min_tokens", -1, "min_tokens must be an integer of at least 0, got -1"),
     ("include_stop_str_in_output", True, "include_stop_str_in_output"),

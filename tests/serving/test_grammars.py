@@ -119,6 +119,15 @@ def alone(sampling: Sampling) -> list[list[int]]:
     ]
 
 
+def test_tokens_that_a_grammar_names_by_number_are_drawn_by_trees_too() -> None:
+    tokens = [3, 1, 2, 2, 3, 1, 1, 2]
+    grammar = Grammar.lark("start: " + " ".join(f"<[{token}]>" for token in tokens))
+    given: dict[str, Any] = {"tokenizer": LETTERS, "stop_token_ids": [], "max_new_tokens": len(tokens)}
+    for sampling in (Sampling(), Sampling(0.9)):
+        out = stree.generate(launched(), [[5, 6, 7, 8]], near_drafter(), grammar=grammar, sampling=sampling, **given)
+        assert out.new_tokens == [tokens] and out.stats["steps"] < len(tokens) - 1
+
+
 @pytest.mark.parametrize("is_captured", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_requests_of_an_engine_get_the_texts_that_they_get_alone(
     is_captured: bool, monkeypatch: pytest.MonkeyPatch
