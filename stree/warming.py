@@ -9,8 +9,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from stree.budget.controller import START
 from stree.budget.policy import BudgetPolicy, EverySize
-from stree.budget.request_sizes import START
 from stree.decode.batching import batch_for
 from stree.decode.capture import WARM_UP
 from stree.decode.settings import Settings
@@ -126,7 +126,7 @@ def compile_steps(
 
 
 def _step_of_one_size(growth: Growth | None, sizes: Sequence[int]) -> BudgetPolicy:
-    """Take steps of one size, so that "auto" does not learn from their times."""
+    """Take steps of one size, so that no controller learns from their times."""
     small = [size for size in sizes if 1 < size <= START]
     return BudgetPolicy(growth, small[-1] if small else sizes[-1])
 

@@ -15,7 +15,7 @@ from functools import partial
 
 from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
-from benchmarks.studies import smartspec, stree_rule, verification
+from benchmarks.studies import stree_rule, verification
 from stree.bench.drawing import svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read_lines
@@ -112,11 +112,6 @@ def by_rule() -> str:
     return table(stree_rule.TITLES, map(stree_rule.cells, rows))
 
 
-def by_simulated_rate() -> str:
-    """Show the simulated load: latency by rate and policy."""
-    return table(*smartspec.by_rate(_last_record("smartspec/results.jsonl")["rows"]))
-
-
 def by_verification() -> str:
     """Show time and memory of the ways to verify a tree."""
     return table(verification.TITLES, map(verification.cells, read_lines(RESULTS / "verification" / "results.jsonl")))
@@ -200,7 +195,6 @@ TABLES: dict[str, Callable[[], str]] = {  # by name
     "heads": by_drafter,
     "baselines": by_tree,
     "stree-rule": by_rule,
-    "smartspec": by_simulated_rate,
     "verification": by_verification,
     "positions": by_position,
     "batch": by_batch,

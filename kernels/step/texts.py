@@ -7,7 +7,6 @@ On the CPU these are torch's operators, where Triton launches they are one launc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from stree.kernels.dispatch import host_can_read, uses_triton
-from stree.kernels.host_copies import upload
 from stree.kernels.tiles import padded
 
 __all__ = ["Seen", "Texts", "emit", "unchecked_maxima"]
@@ -72,11 +70,6 @@ class Texts:
             self.nodes[row] = UNBOUNDED if nodes is None else nodes
         elif nodes is not None:
             raise ValueError(f"these texts hold no bounds of nodes, got {nodes}")
-
-    def limit_rows(self, nodes: Sequence[int]) -> None:
-        """Write the most nodes of all rows' trees, where they may differ, between steps; the host does not wait."""
-        if self.nodes is not None:
-            self.nodes.copy_(upload([torch.tensor(nodes)], self.nodes)[0])
 
     def select(self, rows: Tensor) -> Texts:
         """Copy some texts, int64[batch']; rows may repeat."""

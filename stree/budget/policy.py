@@ -1,11 +1,11 @@
-"""How the decode loop asks for the sizes of each step: one fixed budget, or a choice for each request."""
+"""How the decode loop asks for the size of each step: one fixed budget, or a controller's choice."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
-from stree.budget.request_sizes import ActiveRequest, RequestSizes, StepHistory
+from stree.budget.controller import BudgetController, StepHistory
 from stree.growth import Growth
 
 __all__ = ["AutoBudget", "BudgetPolicy", "EverySize"]
@@ -17,12 +17,7 @@ class BudgetPolicy:
     Args:
         growth: the shape of the trees, or None.
         max_nodes: most nodes of a step, root included.
-
-    Attributes:
-        row_sizes: most nodes of each row in the step that was asked for last; None: those of the step.
     """
-
-    row_sizes: list[int] | None = None
 
     def __init__(self, growth: Growth | None, max_nodes: int) -> None:
         self.growth, self.max_nodes = growth, max_nodes
@@ -32,54 +27,45 @@ class BudgetPolicy:
         """Whether the next step drafts nothing, so that a drafter need not be made ready."""
         return self.max_nodes == 1
 
-    def next(self, rows: Sequence[ActiveRequest | None]) -> int:
-        """Return the budget of the next step, whose rows hold these requests; None for a row that is free."""
+    def next(self) -> int:
+        """Return the budget of the next step."""
         return self.max_nodes
 
     def observe(self, num_emitted: Sequence[int], seconds: float | None) -> None:
-        """Record the oldest step not yet observed: tokens of every row, 0 where it was free, and its seconds.
+        """Record the oldest step not yet observed: tokens of every active sequence, and its seconds.
 
         The seconds are None for a step that took time for what later steps of its size find done.
         """
 
 
 class AutoBudget(BudgetPolicy):
-    """A size for each request of every step, by goodput; on a device steps are observed after later ones were launched.
+    """A controller's choice for every step; on a device steps are observed after later ones were launched.
 
     Args:
         growth: the shape of the trees, or None.
-        sizes: what is chosen from.
+        sizes: what the controller chooses from.
         history: of this kind of steps.
-        rows: sequences at once.
         start: size of the first steps while nothing is known.
     """
 
-    def __init__(
-        self, growth: Growth | None, sizes: Sequence[int], history: StepHistory, rows: int, start: int
-    ) -> None:
+    def __init__(self, growth: Growth | None, sizes: Sequence[int], history: StepHistory, start: int) -> None:
         super().__init__(growth, sizes[-1])
-        self._request_sizes, self._rows = RequestSizes(sizes, history, start), rows
-        self._launched: deque[tuple[list[int], list[ActiveRequest], list[int], int]] = deque()
+        self._controller = BudgetController(sizes, history, start)
+        self._launched: deque[int] = deque()
 
     @property
     def is_off(self) -> bool:
         """Whether plain decoding is the best known size."""
-        return self._request_sizes.is_plain(self._rows)
+        return self._controller.current == 1
 
-    def next(self, rows: Sequence[ActiveRequest | None]) -> int:
-        """Choose sizes by what is known now."""
-        active = [row for row, request in enumerate(rows) if request is not None]
-        requests = [request for request in rows if request is not None]
-        chosen = self._request_sizes.choose(requests, len(rows))
-        self._launched.append((active, requests, chosen, len(rows)))
-        sizes = dict(zip(active, chosen, strict=True))
-        self.row_sizes = [sizes.get(row, 1) for row in range(len(rows))]
-        return max(chosen, default=1)
+    def next(self) -> int:
+        """Ask the controller."""
+        self._launched.append(self._controller.choose())
+        return self._launched[-1]
 
     def observe(self, num_emitted: Sequence[int], seconds: float | None) -> None:
-        """Record what the step has shown."""
-        active, requests, chosen, rows = self._launched.popleft()
-        self._request_sizes.observe(requests, chosen, [num_emitted[row] for row in active], seconds, rows)
+        """Report to the controller."""
+        self._controller.observe(self._launched.popleft(), num_emitted, seconds)
 
 
 class EverySize(BudgetPolicy):
@@ -108,6 +94,6 @@ class EverySize(BudgetPolicy):
         """Whether all steps were launched."""
         return self._left == []
 
-    def next(self, rows: Sequence[ActiveRequest | None]) -> int:
+    def next(self) -> int:
         """Return the next size."""
         return self._left.pop() if self._left else 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -160,11 +159,8 @@ class DecodeLoop:
     def advance(self) -> None:
         """Launch a step, and read the oldest one that the host does not run ahead of."""
         policy = None if self.sequences.is_plain and self.drafter.is_lossless else self.policy
-        size = 1 if policy is None else policy.next(self.sequences.active())
-        nodes = None if policy is None else policy.row_sizes
-        if nodes is not None:
-            self._step.texts.limit_rows(nodes)
-        result = replace(self._step(self.policy.growth, size, self.sequences.wanted), row_nodes=nodes)
+        size = 1 if policy is None else policy.next()
+        result = self._step(self.policy.growth, size, self.sequences.wanted)
         self._launched.append((result, [*self.sequences.rows], self._step.capture.num_replays, policy))
         if len(self._launched) > self._is_pipelined():
             self._read()
@@ -247,7 +243,7 @@ class DecodeLoop:
             logger.warning(problem)
         step_s = self.lm.agreed(sum(seconds.values()))
         if policy is not None:
-            policy.observe(committed, step_s if result.is_steady else None)
+            policy.observe([count for count in committed if count], step_s if result.is_steady else None)
 
     def _begin(self, sequences: list[Text], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""

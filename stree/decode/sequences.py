@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from stree.budget.request_sizes import ActiveRequest
 from stree.decode.grammar import GrammarEnd
 from stree.decode.logprobs import TokenLogprob, read_logprobs
 from stree.decode.request import Observer, Request
@@ -18,7 +17,7 @@ from stree.decode.step_result import StepResult, Wanted
 __all__ = ["Sequences", "Text"]
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(slots=True, eq=False)
 class Text:
     """The text of one request.
 
@@ -141,14 +140,6 @@ class Sequences:
             top_logprobs=max((count for count in counts if count is not None), default=None),
             trees=any(sequence.request.return_steps for sequence in running),
         )
-
-    def active(self) -> list[ActiveRequest | None]:
-        """List what each row holds, as the choice of its tree size sees it; None where the row is free."""
-        return [
-            None if text.reason is not None
-            else ActiveRequest(text, len(text.request.prompt) + len(text.new), text.request.budget)
-            for text in self.rows
-        ]  # fmt: skip
 
     def add(self, request: Request) -> Text:
         """Append the sequence of a request; one that cannot be run has ended already."""

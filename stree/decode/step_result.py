@@ -118,7 +118,6 @@ class StepResult:
         trees: the trees, or None.
         is_steady: whether its time is that of later steps of its kind: nothing was captured, or run to be captured.
         arrival: event after which the copies may be read, or None where they may be at once.
-        row_nodes: most nodes that each row's tree could have, where a policy chose them; the loop adds them.
     """
 
     report: Tensor
@@ -131,7 +130,6 @@ class StepResult:
     logprobs: Tensor | None
     trees: StepTrees | None
     arrival: Any
-    row_nodes: Sequence[int] | None = None
 
     def emitted(self) -> tuple[list[list[int]], list[int]]:
         """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed.

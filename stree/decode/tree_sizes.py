@@ -8,8 +8,8 @@ from collections.abc import Collection, Hashable
 
 import torch
 
+from stree.budget.controller import SIZES, START, StepHistory
 from stree.budget.policy import AutoBudget, BudgetPolicy
-from stree.budget.request_sizes import SIZES, START, StepHistory
 from stree.decode.settings import Settings
 from stree.drafters import Drafter, FusedDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Growth
@@ -60,12 +60,13 @@ def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) ->
         return budget, BudgetPolicy(growth, sizes[0])
     # What earlier generations of the same kind of steps have shown.
     key = (
-        type(drafter), tuple(map(weakref.ref, drafter.models)), repr(growth), frozenset(kinds),
+        type(drafter), tuple(map(weakref.ref, drafter.models)), repr(growth), frozenset(kinds), rows,
         name_of(settings.verifier), torch.get_num_threads(),
     )  # fmt: skip
     history = _histories.setdefault(lm, {}).setdefault(key, StepHistory())
-    # The rows of a batch share a step's cost less than its nodes do.
-    return budget, AutoBudget(growth, sizes, history, rows, START if rows == 1 else START // 2)
+    # The rows of a batch share a step's cost less than its nodes do: draft calls must first show that they pay.
+    start = START if rows == 1 else 1 if drafter.models else START // 2
+    return budget, AutoBudget(growth, sizes, history, start)
 
 
 def _tree_sizes(
@@ -88,7 +89,7 @@ def _tree_sizes(
 
 
 def _candidates(growth: Growth | None) -> list[int]:
-    """List the sizes that "auto" chooses from: SIZES, or of a fixed shape all of it or nothing."""
+    """List the sizes that a controller chooses from: SIZES, or of a fixed shape all of it or nothing."""
     if growth is None:
         return [*SIZES]
     try:

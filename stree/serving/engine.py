@@ -294,7 +294,6 @@ class Engine:
 
     def _record(self, result: StepResult, texts: list[Text], committed: list[int]) -> None:
         """Note a step that was read in the handles of its rows."""
-        nodes = result.row_nodes or [result.num_nodes] * len(texts)
-        for text, count, most in zip(texts, committed, nodes, strict=True):
+        for text, count in zip(texts, committed, strict=True):
             if count and (handle := self._handles.get(text.request)) is not None:
-                handle.record(min(most, result.num_nodes), count - 1)
+                handle.record(result.num_nodes, count - 1)

@@ -131,7 +131,7 @@ def test_sizes_that_change_from_step_to_step(
     class Turns(AutoBudget):
         """Sizes in turn; what "auto" would choose depends on the clock, and so would sampled texts."""
 
-        def next(self, rows: Any) -> int:
+        def next(self) -> int:
             self.number = getattr(self, "number", -1) + 1
             return sizes[self.number % len(sizes)]
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from helpers.captured import captured, launched, near_drafter
@@ -19,9 +19,6 @@ from helpers.fast_cases import slow_unless
 from helpers.tiny_heads import target_and_block_head, target_and_head
 
 import stree
-from stree.budget.request_sizes import ActiveRequest, RequestSizes
-from stree.decode.sequences import Text
-from stree.drafters import NoDrafter
 from stree.sampling import Sampling
 from stree.serving import RequestHandle
 
@@ -64,25 +61,6 @@ def test_captured_steps_serve_all_mixtures(monkeypatch: pytest.MonkeyPatch) -> N
     with stree.Engine(lm, near_drafter(), budget=12, max_batch=3, max_length=96) as engine:
         texts = [handle.result(120).sequences[0] for handle in [submit(engine, place) for place in range(5)]]
     assert texts == [alone(launched(), (near_drafter(), {"budget": 12}), place) for place in range(5)]
-
-
-@pytest.mark.parametrize("is_captured", slow_unless(lambda is_captured: not is_captured, [False, True]))
-def test_rows_of_a_step_have_sizes_of_their_own_under_auto(is_captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def choose(_: RequestSizes, requests: list[ActiveRequest], rows: int) -> list[int]:
-        return [1 if cast(Text, name).request.seed == 7 else 12 for name, _, _ in requests]
-
-    monkeypatch.setattr(RequestSizes, "choose", choose)
-    lm, seeds = captured(monkeypatch) if is_captured else launched(), (7, 8, 7, 9)
-    with stree.Engine(lm, near_drafter(), verifier="match", budget="auto", max_batch=3, max_length=96) as engine:
-        handles = [submit(engine, place, seed=seed) for place, seed in enumerate(seeds)]
-        results = [handle.result(120) for handle in handles]
-    for place, (seed, result) in enumerate(zip(seeds, results, strict=True)):
-        own = {**options(place), "seed": seed}
-        expected = stree.generate(launched(), [PROMPTS[place]], NoDrafter(), budget=1, **own)
-        assert result.sequences == expected.sequences, "whatever the sizes, MATCH gives the text of plain sampling"
-    drafted = [handle.drafted for handle in handles]
-    assert drafted[0] == drafted[2] == 0 and drafted[1] > 0
-    assert handles[0].accepted == handles[2].accepted == 0 < handles[1].accepted
 
 
 def test_accepted_tokens_behind_the_end_of_a_text_are_not_counted() -> None:
