@@ -10,26 +10,15 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from helpers.drawn_plots import Row, drawn, row, texts
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from stree.bench import drawing, plots
-from stree.bench.drawing import svg
 from stree.bench.report import load_runs, write_page, write_plots
 from stree.bench.summary import compare, pool, summarise
 from stree.cli import main
-
-Row = dict[str, Any]
-
-
-def row(method: str, value: float = 1.0, **own: Any) -> Row:
-    """A row of ``summarise`` in which every quantity has one value, with an interval of a fifth around it."""
-    ratio = (value, 0.9 * value, 1.1 * value)
-    names = ("over_plain", "tau_interval", "step_over_plain", "verify_over_plain", "step_ms")
-    known = {"suite": "code", "temperature": 0.0, "method": method, "status": "ok", "drafter": "model", "samples": 8}
-    return {**known, "budget": 1, "tokens_per_s": 100 * value, **dict.fromkeys(names, ratio), **own}
 
 
 def dots(axes: Axes) -> dict[str, Any]:
@@ -46,30 +35,6 @@ def words(figure: Figure) -> list[set[str]]:
     """Words that are drawn in each panel."""
     shown = set(texts(figure))
     return [{text.get_text() for text in shown.intersection(axes.findobj(Text))} for axes in figure.axes]
-
-
-def texts(figure: Figure) -> list[Text]:
-    """Texts of one line that are drawn."""
-    renderer, found = FigureCanvasAgg(figure).get_renderer(), list[Text]()
-
-    def draw_text(*_: Any, mtext: Text | None = None, **__: Any) -> None:
-        found.extend([mtext] if mtext else [])
-
-    renderer.draw_text = draw_text
-    figure.draw(renderer)
-    return found
-
-
-def drawn(figure: Figure | None) -> Figure:
-    """A figure in which no words overlap or are cut at its edge."""
-    assert figure is not None
-    shown = [(text.get_text(), Text.get_window_extent(text)) for text in texts(figure)]  # without a label's arrow
-    for (one, box), (other, its_box) in combinations(shown, 2):
-        assert not box.overlaps(its_box), f"{one} and {other}"
-    for one, box in shown:
-        assert figure.bbox.containsx(box.x0) and figure.bbox.containsx(box.x1), one
-        assert figure.bbox.containsy(box.y0) and figure.bbox.containsy(box.y1), one
-    return figure
 
 
 def test_a_dot_of_speed_is_on_the_logarithmic_axis_within_its_interval() -> None:
@@ -290,16 +255,3 @@ def test_files_and_page_hold_the_plots_and_the_commands_of_their_runs(
         assert f"<code>stree bench run --batch-size {size} &lt;x&gt;</code>" in batches
     assert page.index("</table>") < page.index("<figure>")
     assert page.count("<figure>") == page.count("<svg ") == 2 * 4 + 1
-
-
-def test_a_file_shows_words_as_text_and_follows_the_dark_scheme() -> None:
-    name = f"unrolled:static:{','.join('2' * 40)}"
-    figure = drawn(plots.speed([row(name, 1.2)]))
-    text = svg(figure)
-    assert svg(drawn(plots.speed([row(name, 1.2)]))) == text, "without a date"
-    root = ElementTree.fromstring(text)
-    shown = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"unrolled:static:2,2,2,2…", "1.20", "plain", "code, T 0 (n = 8)"} <= set(shown), "a long name is cut"
-    hover = [element.text for element in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert hover == [f"{name}: 1.2 [1.08, 1.32]"] and "prefers-color-scheme:dark" in text
-    assert "svg{background:#fff}" in text and "svg{background:#0d1117;" in text, "legible on a page of one colour"
