@@ -12,7 +12,7 @@ import torch
 from helpers.captured import captured
 from helpers.fast_cases import slow_unless
 from helpers.on_device import PeakMemory
-from helpers.tiny_family_models import FAMILIES, family_model
+from helpers.tiny_family_models import EVERY_ADAPTER, FAMILIES, family_model, matrix
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig
 
 import stree
@@ -36,7 +36,7 @@ OF_EACH_PREFILL = (*OF_EACH_KIND, "gemma2", "mistral", "lfm2_moe", "kimi_linear"
 
 
 @pytest.mark.parametrize("max_length", [300, 4200])
-@pytest.mark.parametrize("family", slow_unless(OF_EACH_KIND.__contains__, FAMILIES))
+@pytest.mark.parametrize("family", matrix(fast=OF_EACH_KIND, in_ci=EVERY_ADAPTER))
 def test_states_of_captured_steps_are_as_large_as_was_checked(
     family: str, max_length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,7 +81,7 @@ def assert_prefill_is_checked(lm: stree.TreeLM, lengths: list[int]) -> None:
     assert needed == pytest.approx(memory_of.peak, rel=0.05, abs=2**19)  # scans in slices hold their outputs twice
 
 
-@pytest.mark.parametrize("family", slow_unless(OF_EACH_KIND.__contains__, FAMILIES))
+@pytest.mark.parametrize("family", matrix(fast=OF_EACH_KIND, in_ci=EVERY_ADAPTER))
 def test_a_forward_over_a_tree_takes_as_much_as_was_checked(family: str) -> None:
     batch, nodes, length = 2, 16, 300
     lm = stree.TreeLM(family_model(family))

@@ -31,6 +31,7 @@ from stree.distill.settings import RECIPES
 from stree.distill.text import Batches, Corpus, encode
 
 TEXTS = [" ".join(f"w{1 + (start + step) % 8}" for step in range(30 + start)) for start in range(20)]
+FAST_CASES = ("mtp-fspad", "specblock-plain")
 CASES = [("model", "plain"), *((kind, "plain") for kind in HEADS)]
 CASES += [(kind, name) for kind, names in RECIPES.items() for name in names if name != "plain"]
 QUICK = ("--length", "16", "--hidden", "16", "--layers", "1", "--batch-size", "2", "--steps", "2", "--generated", "0")
@@ -101,7 +102,7 @@ def test_a_loss_that_diverges_in_its_last_update_is_not_published(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "case", slow_unless(("mtp-fspad", "specblock-plain").__contains__, map("-".join, CASES))
+    "case", slow_unless(FAST_CASES.__contains__, map("-".join, CASES), in_ci=FAST_CASES.__contains__)
 )  # the others take minutes
 def test_every_kind_recipe_and_dtype_trains_loads_and_generates(
     case: str, dtype: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
