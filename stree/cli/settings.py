@@ -47,6 +47,8 @@ def _read(path: Path, options: Mapping[str, argparse.Action]) -> dict[str, Any]:
 
     try:
         found = yaml.safe_load(path.read_text()) or {}
+    except OSError as error:
+        raise OSError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"--config: {path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(found, dict):

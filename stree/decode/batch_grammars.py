@@ -1,8 +1,8 @@
 """Grammars of a batch: which tokens may follow each node of its trees, as one mask.
 
-A matcher a row takes the tokens that were accepted, and no others.  Below them it follows the paths of a tree, and
-takes back what it took; the masks that the draft model's logits have needed serve the target's.  This is work of the
-host: a step with a grammar reads its tree, and is not captured.
+Each row has a matcher that takes the tokens that were accepted, and no others; copies of it follow the paths of a
+tree.  Masks that the draft model's logits have needed are kept for the target's.  This is work of the host: a step with
+a grammar reads its tree, and is not captured.
 """
 
 from __future__ import annotations
@@ -104,6 +104,10 @@ class BatchGrammars:
 
 class _Row:
     """The grammar of one text.
+
+    Args:
+        grammar: compiled for the tokenizer.
+        prompt_length: tokens before the text.
 
     Attributes:
         length: tokens of the text that were accepted, those of the prompt included.

@@ -2,7 +2,7 @@
 
 llguidance 1.9 against xgrammar 0.2.8, one CPU thread, a JSON object of five properties, masks at its 60 tokens: 28
 against 74 us a mask with Mistral's 32,000 tokens, 104 against 670 us with Qwen's 151,644; to compile it 1 ms against
-95 and 590 ms.  To take a token and take it back costs both 1 us.  llguidance reads Lark, and needs no other package.
+95 and 590 ms.  A copy of llguidance's matcher takes 0.7 us.  It reads Lark, and needs no other package.
 
 Where the next characters are certain it allows their first token alone, as the tokenizer writes them.
 """

@@ -42,5 +42,7 @@ class ToolAnswer:
         ]  # fmt: skip
         self._num_calls += len(calls)
         has_called = self._num_calls > 0 and finish_reason == "stop"
-        message: dict[str, Any] = {"content": content or None if is_whole and calls else content}
-        return {**message, **({"tool_calls": written} if calls else {})}, "tool_calls" if has_called else finish_reason
+        message: dict[str, Any] = {"content": content}
+        if calls:
+            message = {"content": content or (None if is_whole else ""), "tool_calls": written}
+        return message, "tool_calls" if has_called else finish_reason

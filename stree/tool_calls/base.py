@@ -77,7 +77,7 @@ def calls_of_json(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def calls_of(found: Any, schemas: Schemas) -> list[ToolCall]:
-    """Return calls that ``calls_of_json`` has parsed; it raises the same."""
+    """Return the calls of a JSON value that is parsed already; see ``calls_of_json``."""
     listed = found if isinstance(found, list) else [found]
     if not listed or not all(isinstance(one, dict) for one in listed):
         raise ValueError("calls must be objects")
