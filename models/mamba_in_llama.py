@@ -51,9 +51,10 @@ def mixer_sizes(name_or_path: str | Path, config: Mapping[str, Any]) -> Mapping[
         return None
     try:
         sizes = json.loads(Path(path).read_text(encoding="utf-8"))
-        assert isinstance(sizes, dict) and {"d_inner", "d_xb", "attn_layers"} <= sizes.keys()
-    except (ValueError, AssertionError) as error:
-        raise ValueError(f"{MIXER_CONFIG} of {str(name_or_path)!r} must name d_inner, d_xb and attn_layers") from error
+    except ValueError:
+        sizes = None
+    if not isinstance(sizes, dict) or not {"d_inner", "d_xb", "attn_layers"} <= sizes.keys():
+        raise ValueError(f"{MIXER_CONFIG} of {str(name_or_path)!r} must name d_inner, d_xb and attn_layers")
     return sizes
 
 

@@ -273,8 +273,8 @@ def _step(lm: TreeLM, nodes: int) -> Callable[[], Any]:
 
 def lines_of(report: Mapping[str, Any]) -> dict[str, str]:
     """Lay a report out as lines of names and values."""
-    lines = {"device": report["gpu"] or "no GPU was found; the CPU's kernels were checked", "all agrees": "no"}
-    lines["all agrees"] = "yes" if report["ok"] else "no"
+    device = report["gpu"] or "no GPU was found; the CPU's kernels were checked"
+    lines = {"device": device, "all agrees": "yes" if report["ok"] else "no"}
     for name in ("operations", "layers", "texts", "steps"):
         part = report[name]
         rows = part.get("compared", part.get("equal_launched", {}))
