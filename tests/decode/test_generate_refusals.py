@@ -263,7 +263,7 @@ def test_memory_for_the_scans_of_prefill_is_checked(monkeypatch: pytest.MonkeyPa
     states, scan = memory.state_bytes(model, 1, 12, 1), prefill_bytes(model, 1, 1)
     assert scan > states > 0
     monkeypatch.setattr(memory, "free_bytes", lambda _: states + scan - 1)
-    with pytest.raises(ValueError, match="the states need .* of them in a prefill or in the logits .* are free on cpu"):
+    with pytest.raises(ValueError, match="the states need .* of them in a prefill or a step, .* are free on cpu"):
         stree.generate(model, [[1]], NoDrafter(), max_length=11, max_new_tokens=4, budget=1)
     monkeypatch.setattr(memory, "free_bytes", lambda _: states + 2 * scan)
     assert stree.generate(model, [[1]], NoDrafter(), max_length=11, max_new_tokens=4, budget=1).stats["steps"]
