@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.fast_cases import slow_unless
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -20,7 +21,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", slow_unless(lambda path: path.stem in ("generate", "own_growth"), EXAMPLES), ids=lambda path: path.stem
+)
 def test_an_example_runs_and_fits_on_one_screen(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(path))["main"](8)
     assert capsys.readouterr().out.strip()

@@ -99,8 +99,13 @@ def place_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """List every imported module, wherever in the file."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -114,17 +119,25 @@ def test_every_area_has_files() -> None:
     assert {"stree.tree", "stree.kernels.ops", "stree.models.tree_lm"} <= set(modules())
 
 
-@pytest.mark.parametrize("module", sorted(modules()))
-def test_imports_point_one_way(module: str) -> None:
-    place = place_of(module)
-    assert place in ALLOWED, f"{module} has no place among the layers; name it in ALLOWED"
-    for imported in imports(modules()[module]):
-        top = imported.split(".")[0]
-        assert top not in ("kernels", "models"), f"{module} imports {imported}; write stree.{imported}"
-        if top in OUTSIDE:
-            assert place in OUTSIDE[top], f"{module} imports {imported}; only {OUTSIDE[top]} may"
-        if top == "stree":
-            assert place_of(imported) in ALLOWED[place] | {place}, f"{module} may not import {imported}"
+def wrong_imports() -> Iterator[str]:
+    """Say what is wrong with imports that do not point one way."""
+    for module, path in sorted(modules().items()):
+        place = place_of(module)
+        if place not in ALLOWED:
+            yield f"{module} has no place among the layers; name it in ALLOWED"
+            continue
+        for imported in imports(path):
+            top = imported.split(".")[0]
+            if top in ("kernels", "models"):
+                yield f"{module} imports {imported}; write stree.{imported}"
+            if place not in OUTSIDE.get(top, {place}):
+                yield f"{module} imports {imported}; only {OUTSIDE[top]} may"
+            if top == "stree" and place_of(imported) not in ALLOWED[place] | {place}:
+                yield f"{module} may not import {imported}"
+
+
+def test_imports_point_one_way() -> None:
+    assert not list(wrong_imports())
 
 
 def test_no_file_imports_itself_through_others() -> None:
@@ -158,6 +171,7 @@ def test_importing_stree_loads_neither_torch_nor_transformers() -> None:
     run("import sys, stree; assert {*stree.__all__, '__version__'} <= {*dir(stree)}; assert 'torch' not in sys.modules")
 
 
+@pytest.mark.slow
 def test_the_engine_without_a_model_does_not_load_transformers() -> None:
     run("import sys, stree; stree.TokenTree, stree.accept, stree.growth; assert 'transformers' not in sys.modules")
 
@@ -177,6 +191,7 @@ def test_an_unknown_public_name_is_an_attribute_error() -> None:
         _ = stree.nothing
 
 
+@pytest.mark.slow
 def test_operations_run_by_the_reference_without_triton() -> None:
     run(
         "import sys; sys.modules['triton'] = None\n"
