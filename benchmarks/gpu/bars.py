@@ -141,29 +141,6 @@ def _of_loop(share: str) -> Find:
     return find
 
 
-def _end_to_end(part: str, ratio: str, is_wanted: Callable[[Record], bool]) -> Find:
-    """Ratios of whole generations."""
-
-    def find(records: Sequence[Record]) -> Iterator[Figure]:
-        for record in records:
-            if record.get("bench") == "end_to_end" and record["part"] == part and ratio in record and is_wanted(record):
-                params = record["params"]
-                shape = f"{params['target']}, " if "target" in params else ""
-                value, low, high = record[ratio]
-                place = f"{shape}batch {params['batch']}, T {params['temperature']:g}, {record['method']}"
-                yield place, value, value if low is None else low, value if high is None else high
-
-    return find
-
-
-def _is_auto(record: Record) -> bool:
-    return bool(record["method"] == "auto")
-
-
-def _is_best_tree(record: Record) -> bool:
-    return bool(record.get("is_best") and "over_chain" in record)
-
-
 def _failures(records: Sequence[Record]) -> Iterator[Figure]:
     """Numbers of failed tests, lost cases, other texts, wrong outputs, and errors that the sanitizer found."""
     by_bench = {"test": "tests on the device", "fault": "cases that crashed or hung", "text": "texts of the CPU"}
@@ -194,9 +171,6 @@ BARS = (
     ),
     Bar("a step outside the models' forwards", MOST, 0.05, _of_loop("outside_forwards")),
     Bar("device idle between steps", MOST, 0.03, _of_loop("idle")),
-    Bar("best tree / best chain, composite", LEAST, 1.25, _end_to_end("b", "over_chain", _is_best_tree)),
-    Bar("best tree / plain, composite", LEAST, 2.0, _end_to_end("b", "over_plain", _is_best_tree)),
-    Bar("auto / plain, measured", LEAST, 0.97, _end_to_end("a", "over_plain", _is_auto)),
 )  # fmt: skip
 
 
