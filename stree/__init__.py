@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from stree.streaming import TokenStream, stream
     from stree.tree import TokenTree
     from stree.verify import Acceptance, DraftLaws, DraftProbs, accept
-    from stree.warming import warm_up
 
 __all__ = [
     "Acceptance",
@@ -45,7 +44,6 @@ __all__ = [
     "stream",
     "testing",
     "verify",
-    "warm_up",
 ]
 
 # Looked up on first use, so that ``import stree`` loads neither torch nor transformers.
@@ -69,7 +67,6 @@ _HOMES = {
     "custom_generate": "stree.integrations.transformers",
     "generate": "stree.generation",
     "stream": "stree.streaming",
-    "warm_up": "stree.warming",
 }
 
 

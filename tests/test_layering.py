@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = sorted(path for area in ("stree", "kernels", "models") for path in (ROOT / area).rglob("*.py"))
 
 # What the files of a folder, or a single file, may import of the package beside their own folder.
-BOTTOM = {"stree.checks", "stree.files", "stree.grammar", "stree.kernels", "stree.sampling", "stree.tree"}
+BOTTOM = {"stree.checks", "stree.files", "stree.growth_names", "stree.kernels", "stree.sampling", "stree.tree"}
 POLICIES = BOTTOM | {"stree.growth", "stree.models", "stree.retrieval", "stree.verify"}
 LOOP = POLICIES | {"stree.budget", "stree.decode", "stree.drafters"}
 TOP = LOOP | {
@@ -34,7 +34,7 @@ TOP = LOOP | {
 ALLOWED: dict[str, set[str]] = {
     "stree.checks": set(),
     "stree.files": set(),
-    "stree.grammar": set(),
+    "stree.growth_names": set(),
     "stree.inputs": set(),
     "stree.request_fields": {"stree.sampling"},
     "stree.grammar_fields": {"stree.request_fields"},

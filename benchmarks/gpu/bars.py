@@ -2,7 +2,7 @@
 
 Run: python -m benchmarks.gpu.bars DIR   (the output of the other commands; what is not there is "not measured")
 
-A ratio with an interval is met or missed where the whole interval is, else open.  This measures nothing.
+This measures nothing.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stree.bench.records import Record, read_lines
-from stree.bench.tables import interval_text, table
+from stree.bench.tables import table
 
 LARGE = ("mamba2-2.7b", "Nemotron-H-8B", "Bamba-9B")
 LEAST, MOST = operator.ge, operator.le
 
-Figure = tuple[str, float, float, float]  # where, value, ends of its interval
+Figure = tuple[str, float]  # where, value
 Find = Callable[[Sequence[Record]], Iterator[Figure]]
 
 
@@ -39,11 +39,6 @@ class Bar:
     side: Callable[[float, float], bool]
     limit: float
     find: Find
-
-    def verdict(self, low: float, high: float) -> str:
-        """Whether an interval is on the right side of the limit."""
-        sides = {self.side(low, self.limit), self.side(high, self.limit)}
-        return "open" if len(sides) == 2 else "met" if True in sides else "missed"
 
 
 def main() -> int:
@@ -69,12 +64,8 @@ def rows(records: Sequence[Record]) -> Iterator[Sequence[str]]:
         figures = [*bar.find(records)]
         if not figures:
             yield bar.what, limit, "", "", "not measured"
-        for where, value, low, high in figures:
-            yield bar.what, limit, where, interval_text(value, low, high), bar.verdict(low, high)
-
-
-def _exact(where: str, value: float) -> Figure:
-    return where, value, value, value
+        for where, value in figures:
+            yield bar.what, limit, where, f"{value:.3f}", "met" if bar.side(value, bar.limit) else "missed"
 
 
 def _steps(records: Sequence[Record], n: int, provider: str = "graph") -> dict[str, Record]:
@@ -95,7 +86,7 @@ def _over_one_node(n: int) -> Find:
         ones = _steps(records, 1)
         for place, record in _steps(records, n).items():
             if record["params"]["batch"] == 1 and place in ones:
-                yield _exact(place, record["p50"] / ones[place]["p50"])
+                yield place, record["p50"] / ones[place]["p50"]
 
     return find
 
@@ -104,14 +95,14 @@ def _of_bound(records: Sequence[Record]) -> Iterator[Figure]:
     """The bandwidth bound of one-token steps over the time that they take, batch 1."""
     for place, record in _steps(records, 1).items():
         if record["params"]["batch"] == 1 and "of_bound" in record:
-            yield _exact(place, record["of_bound"])
+            yield place, record["of_bound"]
 
 
 def _over_mamba_ssm(records: Sequence[Record]) -> Iterator[Figure]:
     peers = _steps(records, 1, "mamba_ssm")
     for place, record in _steps(records, 1).items():
         if place in peers:
-            yield _exact(place, record["p50"] / peers[place]["p50"])
+            yield place, record["p50"] / peers[place]["p50"]
 
 
 def _over_snapshots(op: str, n: int) -> Find:
@@ -123,7 +114,7 @@ def _over_snapshots(op: str, n: int) -> Find:
         for record in timed:
             if record["provider"] == "sglang" and (key := str(record["params"])) in ours:
                 params = record["params"]
-                yield _exact(f"{params['model']}, batch {params['batch']}", ours[key] / record["p50"])
+                yield f"{params['model']}, batch {params['batch']}", ours[key] / record["p50"]
 
     return find
 
@@ -136,32 +127,9 @@ def _of_loop(share: str) -> Find:
             if record.get("bench") == "loop" and record.get("replayed"):
                 params = record["params"]
                 size = f"{params['growth']} {params['budget']}, T {params['temperature']:g}"
-                yield _exact(f"{params['model']}, batch {params['batch']}, {size}", record["replayed"][share])
+                yield f"{params['model']}, batch {params['batch']}, {size}", record["replayed"][share]
 
     return find
-
-
-def _end_to_end(part: str, ratio: str, is_wanted: Callable[[Record], bool]) -> Find:
-    """Ratios of whole generations."""
-
-    def find(records: Sequence[Record]) -> Iterator[Figure]:
-        for record in records:
-            if record.get("bench") == "end_to_end" and record["part"] == part and ratio in record and is_wanted(record):
-                params = record["params"]
-                shape = f"{params['target']}, " if "target" in params else ""
-                value, low, high = record[ratio]
-                place = f"{shape}batch {params['batch']}, T {params['temperature']:g}, {record['method']}"
-                yield place, value, value if low is None else low, value if high is None else high
-
-    return find
-
-
-def _is_auto(record: Record) -> bool:
-    return bool(record["method"] == "auto")
-
-
-def _is_best_tree(record: Record) -> bool:
-    return bool(record.get("is_best") and "over_chain" in record)
 
 
 def _failures(records: Sequence[Record]) -> Iterator[Figure]:
@@ -171,13 +139,13 @@ def _failures(records: Sequence[Record]) -> Iterator[Figure]:
         found = [record for record in records if record.get("bench") == bench]
         if found:
             failed = sum(record.get("outcome", "failed") not in ("passed", "skipped") for record in found)
-            yield _exact(f"{len(found)} {what}", float(failed))
+            yield f"{len(found)} {what}", float(failed)
     for record in records:
         if record.get("bench") == "sanitizer" and "unavailable" not in record:
-            yield _exact(record["tool"], float(1 if record["errors"] is None else record["errors"]))
+            yield record["tool"], float(1 if record["errors"] is None else record["errors"])
     compared = [record for record in records if "correct" in record]
     if compared:
-        yield _exact(f"{len(compared)} comparisons with float64", float(sum(not r["correct"] for r in compared)))
+        yield f"{len(compared)} comparisons with float64", float(sum(not r["correct"] for r in compared))
 
 
 BARS = (
@@ -194,9 +162,6 @@ BARS = (
     ),
     Bar("a step outside the models' forwards", MOST, 0.05, _of_loop("outside_forwards")),
     Bar("device idle between steps", MOST, 0.03, _of_loop("idle")),
-    Bar("best tree / best chain, composite", LEAST, 1.25, _end_to_end("b", "over_chain", _is_best_tree)),
-    Bar("best tree / plain, composite", LEAST, 2.0, _end_to_end("b", "over_plain", _is_best_tree)),
-    Bar("auto / plain, measured", LEAST, 0.97, _end_to_end("a", "over_plain", _is_auto)),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from stree.budget.controller import BudgetController, StepHistory
 from stree.growth import Growth
 
-__all__ = ["AutoBudget", "BudgetPolicy", "EverySize"]
+__all__ = ["AutoBudget", "BudgetPolicy"]
 
 
 class BudgetPolicy:
@@ -66,34 +66,3 @@ class AutoBudget(BudgetPolicy):
     def observe(self, num_emitted: Sequence[int], seconds: float | None) -> None:
         """Report to the controller."""
         self._controller.observe(self._launched.popleft(), num_emitted, seconds)
-
-
-class EverySize(BudgetPolicy):
-    """Every size a number of times, the largest first, then plain decoding: captures all of them.
-
-    Args:
-        times: steps of each size.
-    """
-
-    is_off = False
-
-    def __init__(self, times: int) -> None:
-        super().__init__(None, 1)
-        self._times = times
-        self._left: list[int] | None = None  # the next one last
-
-    def over(self, growth: Growth | None, sizes: Sequence[int]) -> EverySize:
-        """Begin to go through sizes, or continue with them in another text."""
-        self.growth, self.max_nodes = growth, sizes[-1]
-        if self._left is None:
-            self._left = [size for size in sizes for _ in range(self._times)]
-        return self
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all steps were launched."""
-        return self._left == []
-
-    def next(self) -> int:
-        """Return the next size."""
-        return self._left.pop() if self._left else 1

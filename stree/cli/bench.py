@@ -14,7 +14,7 @@ from typing import Any
 from stree.cli.bench_options import add_bench_command, add_models, load_pair, numbers_of
 from stree.cli.fit_rates import add_fit_rates
 from stree.cli.options import add_drafter_vocab
-from stree.grammar import GROWTHS
+from stree.growth_names import GROWTHS
 
 __all__ = ["add_bench"]
 

@@ -32,7 +32,7 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.tree import TokenTree
 
-__all__ = ["check_device"]
+__all__ = ["attempted", "check_device", "compare_with_forwards", "tree_step", "without_names"]
 
 MINUTES = 9.0  # after which no further part begins
 BATCH, NODES, TERMS, CONTEXT = 2, 16, 512, 256
@@ -67,12 +67,12 @@ def check_device(device: torch.device) -> dict[str, Any]:
         if start - began > 60 * MINUTES:
             report[name] = {"skipped": f"{MINUTES:g} minutes were over"}
             continue
-        report[name] = {**_attempted(run), "seconds": round(time.monotonic() - start, 1)}
+        report[name] = {**attempted(run), "seconds": round(time.monotonic() - start, 1)}
     return report | {"ok": all(report[name].get("ok", False) for name in parts)}
 
 
-def _attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a part; where it fails, its result is the error, so that the others are reported."""
+def attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run a part; where it fails, its result is the error in one line, so that the others are reported."""
     try:
         return run()
     except Exception as error:
@@ -184,8 +184,14 @@ def compare_layers(device: torch.device) -> dict[str, Any]:
         torch.manual_seed(0)
         with torch.device(device):
             lm = TreeLM(AutoModelForCausalLM.from_config(CONFIG_MAPPING[name](**sizes)).eval())
-        for part, (error, bound) in {**layer_errors(lm), f"logits of {name}": model_error(lm)}.items():
-            rows[part] = {"error": error, "bound": bound, "ok": error < bound}
+        rows |= compare_with_forwards(lm, f"logits of {name}")["compared"]
+    return {"compared": rows, "ok": all(row["ok"] for row in rows.values())}
+
+
+def compare_with_forwards(lm: TreeLM, logits: str = "logits") -> dict[str, Any]:
+    """Do what ``TreeLM.self_check`` does; relative error and bound of each class, and of the logits."""
+    errors = {**layer_errors(lm), logits: model_error(lm)}
+    rows = {name: {"error": error, "bound": bound, "ok": error < bound} for name, (error, bound) in errors.items()}
     return {"compared": rows, "ok": all(row["ok"] for row in rows.values())}
 
 
@@ -239,7 +245,7 @@ def time_steps(device: torch.device) -> dict[str, Any]:
             lm = TreeLM(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval())
     rows: dict[str, Any] = {}
     for nodes in SIZES:
-        step = _step(lm, nodes)
+        step = tree_step(lm, nodes, CONTEXT)
         row: dict[str, Any] = {"launched_us": time_calls(step, device)["p50"]}
         if is_gpu:
             row["captured_us"] = time_graph(step, device)["p50"]
@@ -253,10 +259,10 @@ def time_steps(device: torch.device) -> dict[str, Any]:
     return {"model": f"{name}, {details}", "bytes_per_s": bandwidth, "nodes": rows, "over_one_node": ratios, "ok": True}
 
 
-def _step(lm: TreeLM, nodes: int) -> Callable[[], Any]:
-    """Return a call that verifies a binary tree behind a context and commits its root."""
-    state = lm.new_state(1, CONTEXT + 512, nodes, fixed_shapes=True)
-    lm.prefill(state, torch.arange(CONTEXT, device=lm.device)[None] % lm.vocab_size)
+def tree_step(lm: TreeLM, nodes: int, context: int) -> Callable[[], Any]:
+    """Return a call that verifies a binary tree behind ``context`` tokens and commits its root."""
+    state = lm.new_state(1, context + 512, nodes, fixed_shapes=True)
+    lm.prefill(state, torch.arange(context, device=lm.device)[None] % lm.vocab_size)
     tokens, parents = torch.arange(nodes, device=lm.device)[None] % lm.vocab_size, _binary_parents(nodes, lm.device)
     drawn = TokenTree.unchecked(tokens, parents)
     tree = TokenTree.unchecked(tokens, parents, drawn.depths, drawn.ancestor_mask)

@@ -5,30 +5,28 @@ from __future__ import annotations
 import json
 import math
 import os
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stree.bench.device_clock import time_calls
 from stree.bench.records import environment
+from stree.cli.check_device import SIZES, attempted, compare_with_forwards, tree_step, without_names
 from stree.files import replacing
 from stree.generation import generate
 from stree.inputs import load_tokenizer, locate
-from stree.kernels.clock import wait_for
 from stree.models.loading import load_config
-from stree.models.self_check import layer_errors, model_error
 from stree.models.state_size import measure_state
 from stree.models.tree_lm import TreeLM
-from stree.tree import TokenTree
 
 __all__ = ["check_checkpoint", "write_report"]
 
 PROMPT = "The river rises in the mountains, crosses the plain and"
-NEW_TOKENS, SIZES, STEPS, WARM_UP = 64, (1, 16, 64), 20, 3
+NEW_TOKENS, CONTEXT, STEPS = 64, 64, 20
 
 
 def check_checkpoint(name: str, *, device: str, dtype: str, trust_remote_code: bool = False) -> dict[str, Any]:
@@ -58,12 +56,13 @@ def check_checkpoint(name: str, *, device: str, dtype: str, trust_remote_code: b
     try:
         lm = TreeLM.from_pretrained(path, device, dtype, trust_remote_code=trust_remote_code)
     except NotImplementedError as error:  # the class of a changed layer is named
-        return {**report, "ok": False, "error": _line(error)}
+        return {**report, "ok": False, "error": without_names(f"{type(error).__name__}: {error}")}
     prompt = _prompt(path, lm, trust_remote_code)
     parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "self_check": lambda: _self_check(lm), "text": lambda: _compare_texts(lm, prompt), "steps": lambda: _steps(lm),
+        "self_check": partial(compare_with_forwards, lm), "text": partial(_compare_texts, lm, prompt),
+        "steps": partial(_steps, lm),
     }  # fmt: skip
-    found = {part: _attempted(run) for part, run in parts.items()}
+    found = {part: attempted(run) for part, run in parts.items()}
     return {
         **report, "env": environment(lm.device), "class": type(lm.model).__name__, "dtype": str(lm.dtype)[6:],
         "layers": measure_state(lm).layers,
@@ -79,20 +78,6 @@ def write_report(report: dict[str, Any], path: Path) -> None:
     """
     with replacing(path) as beside:
         beside.write_text(json.dumps(_without_paths(report), indent=1, default=str) + "\n", encoding="utf-8")
-
-
-def _attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run a part; where it fails, its result is the error, so that the others are reported."""
-    try:
-        return run()
-    except Exception as error:
-        return {"ok": False, "error": _line(error)}
-
-
-def _line(error: Exception) -> str:
-    """Name an error in one line, without the user's folder."""
-    message = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {message}".replace(os.path.expanduser("~"), "~")
 
 
 def _without_paths(value: Any) -> Any:
@@ -115,13 +100,6 @@ def _prompt(path: str, lm: TreeLM, trust_remote_code: bool) -> list[int]:
         return list(load_tokenizer(path, trust_remote_code=trust_remote_code)(PROMPT)["input_ids"])
     except ValueError:
         return [lm.vocab_size // (token + 2) for token in range(12)]
-
-
-def _self_check(lm: TreeLM) -> dict[str, Any]:
-    """Do what ``TreeLM.self_check`` does; relative error and bound of each class, and of the logits."""
-    errors = {**layer_errors(lm), "logits": model_error(lm)}
-    rows = {name: {"error": error, "bound": bound, "ok": error < bound} for name, (error, bound) in errors.items()}
-    return {"compared": rows, "ok": all(row["ok"] for row in rows.values())}
 
 
 def _compare_texts(lm: TreeLM, prompt: list[int]) -> dict[str, Any]:
@@ -151,26 +129,9 @@ def _compare_texts(lm: TreeLM, prompt: list[int]) -> dict[str, Any]:
 @torch.no_grad()
 def _steps(lm: TreeLM) -> dict[str, Any]:
     """Time verifying a binary tree and committing its root, launched and not captured: median ms by nodes."""
-    medians = {nodes: statistics.median(_step_times(lm, nodes)) for nodes in SIZES}
+    medians = {nodes: time_calls(tree_step(lm, nodes, CONTEXT), lm.device, runs=STEPS)["p50"] for nodes in SIZES}
     return {
         "count": STEPS, "is_captured": False,
-        "median_ms": {str(nodes): 1e3 * time_s for nodes, time_s in medians.items()},
-        "over_one_node": {str(nodes): time_s / medians[1] for nodes, time_s in medians.items()},
+        "median_ms": {str(nodes): time_us / 1e3 for nodes, time_us in medians.items()},
+        "over_one_node": {str(nodes): time_us / medians[1] for nodes, time_us in medians.items()},
     }  # fmt: skip
-
-
-def _step_times(lm: TreeLM, nodes: int) -> list[float]:
-    """Time steps of so many nodes, after some that warm up, in seconds."""
-    state, times = lm.new_state(1, 128 + nodes, nodes), []
-    lm.prefill(state, torch.arange(64, device=lm.device)[None] % lm.vocab_size)
-    parents = torch.tensor([[(node - 1) // 2 if node else -1 for node in range(nodes)]], device=lm.device)
-    tree = TokenTree(torch.arange(nodes, device=lm.device)[None] % lm.vocab_size, parents)
-    root, length = torch.zeros(1, 1, dtype=torch.long, device=lm.device), torch.ones(1, dtype=torch.long)
-    for _ in range(WARM_UP + STEPS):
-        wait_for(lm.device)
-        began = time.perf_counter()
-        lm.verify(state, tree)
-        lm.commit(state, root, length.to(lm.device))
-        wait_for(lm.device)
-        times.append(time.perf_counter() - began)
-    return times[WARM_UP:]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from stree.grammar import GROWTHS
+from stree.growth_names import GROWTHS
 
 __all__ = [
     "add_command", "add_device", "add_drafter_vocab", "add_drafting", "add_generation", "add_grammar", "add_launching",

@@ -1,4 +1,4 @@
-"""Names of growths: the one grammar of ``growth=``, ``--growth`` and the methods of ``stree bench run``.
+"""Names of growths, as ``growth=``, ``--growth`` and the methods of ``stree bench run`` take them.
 
     calibrated  dyspec  sequoia  opt-tree  eagle2                  with  [:NODES[xDEPTH]][,OPTION=VALUE...]
     chain:DEPTH  static:WIDTH,...  rsdc:WIDTH,...  specinfer:WIDTH,...  rsds:WIDTH,DEPTH  stree
@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from stree.checks import check_counts
-from stree.grammar import GROWTHS
 from stree.growth.base import Growth
 from stree.growth.calibrated import Calibrated
 from stree.growth.chain import Chain
@@ -31,6 +30,7 @@ from stree.growth.sequoia import Sequoia
 from stree.growth.specinfer import SpecInfer
 from stree.growth.static import Static
 from stree.growth.stops import Confidence
+from stree.growth_names import GROWTHS
 
 __all__ = ["NamedGrowth", "parse_growth", "sized_growth"]
 

@@ -1,4 +1,4 @@
-"""``stree.warm_up`` captures steps before the first text; a tape takes the place of CUDA graphs."""
+"""What is compiled while a text is decoded is reported apart from its time."""
 
 from __future__ import annotations
 
@@ -7,57 +7,10 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from helpers.captured import TEXTS, captured, generate, launched, near_drafter
+from helpers.captured import TEXTS, launched
 
 import stree
-from stree.drafters import Drafter, NoDrafter, SuffixDrafter
 from stree.kernels.clock import compiling
-from stree.sampling import Sampling
-
-
-def drafter_named(name: str) -> Drafter:
-    every: dict[str, Drafter] = {"model": near_drafter(), "suffix": SuffixDrafter(), "none": NoDrafter()}
-    return every[name]
-
-
-@pytest.mark.parametrize("drafts", [pytest.param("model", marks=pytest.mark.slow), "suffix"])
-@pytest.mark.slow
-def test_warming_up_captures_before_the_first_text(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"sampling": Sampling(0.8), "stop_token_ids": [1]}
-    chosen = drafter_named(drafts)
-    expected = generate(launched(), chosen, budget=4, **options).sequences
-    lm = captured(monkeypatch)
-    warm: dict[str, Any] = {"max_length": 120, "shows_progress": False, **options}
-    reports = stree.warm_up(lm, chosen, budgets=(1, 4), batch_sizes=(1, 2), **warm)
-    assert len(reports) == 4 and all(report["graphs"] for report in reports)
-    found = generate(lm, chosen, budget=4, max_length=120, **options)
-    assert found.sequences == expected
-    assert drafts != "model" or found.stats["graphs"]["replays"] == found.stats["steps"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("drafts", ["model", "suffix", "none"])
-def test_warming_up_captures_what_auto_chooses_from(drafts: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match", "stop_token_ids": [1]}
-    expected = generate(launched(), NoDrafter(), budget=1, **options).sequences
-    lm, chosen = captured(monkeypatch), drafter_named(drafts)
-    warm: dict[str, Any] = {"max_length": 120, "shows_progress": False, "prompt": TEXTS[0], **options}
-    (report,) = stree.warm_up(lm, chosen, budgets=("auto",), batch_sizes=(2,), **warm)
-    assert not report["not_captured"] and report["graphs"] >= (1 if drafts == "none" else 2)
-    found = generate(lm, chosen, budget="auto", max_length=120, **options)
-    assert found.sequences == expected
-    assert drafts == "suffix" or found.stats["graphs"]["replays"] == found.stats["steps"], "whatever it chose"
-    if drafts != "none":
-        with pytest.raises(ValueError, match="max_length 7 leaves no room for a step behind 6 tokens"):
-            stree.warm_up(lm, chosen, budgets=("auto",), **{**warm, "max_length": 7})
-
-
-def test_a_warm_up_without_room_or_a_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="steps are captured on a single CUDA device"):
-        stree.warm_up(launched(), near_drafter(), max_length=20)
-    lm = captured(monkeypatch)
-    with pytest.raises(ValueError, match="max_length must be above 25 to capture steps of 4 nodes, got 25"):
-        stree.warm_up(lm, near_drafter(), max_length=25, budgets=(4,))
 
 
 class Waiting:

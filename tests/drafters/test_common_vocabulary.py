@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.captured import captured
 from helpers.fast_cases import slow_unless
+from helpers.text_enumeration import joint_of_steps
 from helpers.tiny_models import VOCAB, patched, tiny_model
 from helpers.tiny_pairs import save_tiny
 
@@ -24,7 +25,6 @@ from stree.growth import Chain, DySpec, Growth
 from stree.sampling import Sampling
 from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, strings_of, total_variation
 from stree.testing.tables import TableLM, TableModel
-from stree.testing.texts import joint_of_steps
 from stree.verify import DraftProbs
 
 SIZES = [80, VOCAB + 31]

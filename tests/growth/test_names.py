@@ -9,9 +9,9 @@ import pytest
 
 from stree import growth as growths
 from stree.bench.methods import parse_methods
-from stree.grammar import GROWTHS
 from stree.growth import NamedGrowth, parse_growth, sized_growth
 from stree.growth.names import DYNAMIC, FIXED, OPTIONS, STOPS
+from stree.growth_names import GROWTHS
 
 NAMES: dict[str, tuple[growths.Growth, int | None]] = {
     "calibrated": (growths.Calibrated(), None),

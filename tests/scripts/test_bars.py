@@ -27,11 +27,6 @@ def loop(**shares: float) -> dict[str, Any]:
     return {"bench": "loop", "params": params, "replayed": {"idle": 0.0, "outside_forwards": 0.0} | shares}
 
 
-def whole(part: str, method: str, **ratios: Any) -> dict[str, Any]:
-    params = {"batch": 1, "temperature": 0.0} | ({"target": "mamba2-2.7b"} if part == "b" else {})
-    return {"bench": "end_to_end", "part": part, "method": method, "params": params, **ratios}
-
-
 def rows(*records: dict[str, Any]) -> list[list[str]]:
     """Give what, limit, where, figure and verdict of what was measured."""
     found = [[*row] for row in gpu_bars.rows(records)]
@@ -53,11 +48,6 @@ MET: list[tuple[list[dict[str, Any]], list[tuple[str, str]]]] = [
      [("what failed", "met"), ("gated delta tree kernel / sequential snapshots, 32 nodes", "met")]),
     ([loop(outside_forwards=0.04, idle=0.04)],
      [("a step outside the models' forwards", "met"), ("device idle between steps", "missed")]),
-    ([whole("b", "calibrated:16x4", is_best=True, over_chain=[1.3, 1.2, 1.4], over_plain=[2.5, 2.1, 2.9])],
-     [("best tree / best chain, composite", "open"), ("best tree / plain, composite", "met")]),
-    ([whole("b", "calibrated:16x4", is_best=False, over_chain=[1.0, 0.9, 1.1], over_plain=[1.0, 0.9, 1.1])], []),
-    ([whole("a", "auto", over_plain=[1.1, 0.98, 1.2])], [("auto / plain, measured", "met")]),
-    ([whole("a", "auto", over_plain=[1.1, 0.96, 1.2])], [("auto / plain, measured", "open")]),
     ([{"bench": "sanitizer", "tool": "memcheck", "errors": 2}], [("what failed", "missed")]),
     ([{"bench": "sanitizer", "tool": "memcheck", "errors": None, "unavailable": "no"}], []),
     ([kernel("triton", 3.0), kernel("sglang", 9.0) | {"correct": False}],
@@ -70,9 +60,7 @@ def test_a_bar_is_met_on_its_side_of_the_limit(records: list[dict[str, Any]], ve
     assert [(row[0], row[-1]) for row in rows(*records)] == verdicts
 
 
-def test_a_line_names_its_place_and_its_interval() -> None:
-    tree = whole("b", "calibrated:16x4", is_best=True, over_chain=[1.3, 1.2, 1.4], over_plain=[2.5, 2.1, 2.9])
-    assert rows(tree)[0][1:4] == [">= 1.25", "mamba2-2.7b, batch 1, T 0, calibrated:16x4", "1.300 [1.200, 1.400]"]
+def test_a_line_names_its_place() -> None:
     assert rows(loop())[0][1:4] == ["<= 0.05", "Nemotron-H-8B, batch 8, Calibrated 64, T 0.8", "0.000"]
     assert rows(step(), step(n=16))[0][2] == "mamba2-2.7b, batch 1, context 256"
 
@@ -81,13 +69,13 @@ def test_the_command_reads_what_the_others_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sanitized = {"bench": "sanitizer", "tool": "memcheck", "errors": 0}
-    records = step(of_bound=0.8), loop(), whole("a", "auto", over_plain=[1, 1, 1]), sanitized
+    records = step(of_bound=0.8), loop(), sanitized
     for number, record in enumerate(records):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path)])
     assert gpu_bars.main() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith("| met |") for line in lines) == 5
+    assert sum(line.endswith("| met |") for line in lines) == 4
     monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit):
         gpu_bars.main()

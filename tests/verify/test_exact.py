@@ -10,13 +10,13 @@ import itertools
 import os
 
 import pytest
+from helpers.text_enumeration import joint_of_loop, joint_of_steps
 
 from stree import growth as growths
 from stree.growth import Growth
 from stree.testing import check_growth
 from stree.testing.enumeration import EXACT, PLAIN, drafts_of, strings_of, total_variation
 from stree.testing.tables import PAIRS, table_drafter
-from stree.testing.texts import joint_of_loop, joint_of_steps
 from stree.verify import VERIFIERS
 
 VOCAB, LENGTH, SEEDS = 4, 4, 12

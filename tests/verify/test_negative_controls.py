@@ -14,6 +14,7 @@ from typing import Any, cast
 import pytest
 import torch
 from helpers.draft_steps import Retrieval
+from helpers.text_enumeration import joint_of_loop, joint_of_steps
 from torch import Tensor
 
 from stree.drafters import Drafter, DraftRun, FusedDrafter
@@ -23,7 +24,6 @@ from stree.growth.acceptance_model import PathProbability
 from stree.sampling import Random, Sampling
 from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, every_outcome, strings_of, total_variation
 from stree.testing.tables import TableModel, table_drafter
-from stree.testing.texts import joint_of_loop, joint_of_steps
 from stree.tree import TokenTree
 from stree.verify import LONGEST, SAMPLED, Acceptance, DraftProbs, accept
 

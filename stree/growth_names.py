@@ -1,4 +1,4 @@
-"""The grammar of growth names in one line, for ``--help`` and messages; ``stree.growth.names`` reads them."""
+"""The names of growths in one line, for ``--help`` and messages; ``stree.growth.names`` reads them."""
 
 from __future__ import annotations
 
