@@ -32,9 +32,13 @@ def _packed(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
     return layer
 
 
-@pytest.mark.parametrize("shape", [(48,), (1, 1, 48), (3, 48), (4, 48), (2, 3, 5, 48), (0, 48)])
+@pytest.mark.parametrize("shape", [(48,), (1, 1, 48), (2, 1, 48), (3, 48), (4, 48), (2, 3, 5, 48), (0, 48)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_of_any_shape(shape: tuple[int, ...], bias: bool) -> None:
+@pytest.mark.parametrize("mkl_rows", [0, 3], ids=["no MKL", "MKL to 3 rows"])
+def test_products_of_any_shape(
+    shape: tuple[int, ...], bias: bool, mkl_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: mkl_rows)
     layer, x = _packed(bias), torch.randn(shape)
     if x.numel():
         assert _error(layer, x) < 1e-5
