@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,11 @@ import transformers
 import stree.kernels.ops
 from stree.models.prefill_functions import serving_packages, version_of
 
-__all__ = ["digest_of", "has_passed", "record_passed"]
+__all__ = ["cache_folder", "code_digest", "digest_of", "has_passed", "record_passed"]
 
 TRANSFORMERS = str(Path(transformers.__file__).parent)
 
-OWN_FOLDERS = Path(__file__).parent / "layers", Path(stree.kernels.ops.__file__).parent
+OWN_FOLDERS = Path(__file__).parent, Path(stree.kernels.ops.__file__).parent
 
 _passed: set[str] = set()
 
@@ -37,11 +38,28 @@ def digest_of(kind: type, device: torch.device, dtype: torch.dtype) -> str | Non
         forward = forward.__wrapped__
     if not source or _source(forward) != source or forward.__qualname__ != f"{owner.__qualname__}.forward":
         return None
+    return code_digest((f"{kind.__module__}.{kind.__qualname__}", device.type, dtype), {kind, owner}, device)
+
+
+def code_digest(key: object, kinds: Iterable[type], device: torch.device) -> str | None:
+    """Hash a key and the code that runs modules on a device, this package's included; None without their source.
+
+    Args:
+        key: has a ``repr`` that names it.
+        kinds: classes of the modules.
+        device: chooses the packages that serve functions of theirs.
+    """
+    kinds = sorted(kinds, key=lambda kind: kind.__qualname__)
+    versions = transformers.__version__, torch.__version__, version_of("triton")
+    name = repr((key, versions, [serving_packages(kind, device) for kind in kinds]))
     with suppress(OSError):  # no source to read
-        name = f"{kind.__module__}.{kind.__qualname__}"
-        versions = transformers.__version__, torch.__version__, version_of("triton")
-        return _hash(repr((name, device.type, dtype, versions, serving_packages(kind, device))), source, _source(kind))
+        return hashlib.sha256(f"{name} {_hash(*map(_source, kinds))}".encode()).hexdigest()
     return None
+
+
+def cache_folder() -> Path:
+    """Return the folder of what is kept for other processes."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "stree")
 
 
 def has_passed(digest: str) -> bool:
@@ -59,7 +77,7 @@ def record_passed(digest: str) -> None:
 
 def _folder() -> Path:
     """Return the folder of the files."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "stree", "self_check")
+    return cache_folder() / "self_check"
 
 
 def _source(code: Any) -> str:
@@ -72,8 +90,8 @@ def _source(code: Any) -> str:
 
 
 @functools.cache
-def _hash(name: str, *files: str) -> str:
-    """Hash a name and the content of files, those of the adapters and kernels included."""
+def _hash(*files: str) -> str:
+    """Hash the content of files, those of the models' and the kernels' code included."""
     own = (str(file) for folder in OWN_FOLDERS for file in folder.rglob("*.py"))
     parts = (Path(file).read_bytes() for file in sorted({*files, *own} - {""}))
-    return hashlib.sha256(b"\0".join((name.encode(), *parts))).hexdigest()
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()

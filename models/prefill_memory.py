@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import logging
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from stree.models.measured_bytes import measured_bytes
 from stree.models.patched_model import PatchedModel
 from stree.models.peak_bytes import PeakBytes
 from stree.models.prefill_functions import measured_on
@@ -28,9 +28,6 @@ __all__ = ["PrefillBytes", "model_without_values", "prefill_bytes"]
 MOST_TOKENS = 1 << 20  # of longer texts the bytes of a token are those of this length
 STEPS, LEAST_STEP = 32, 16  # lengths that are measured between a power of two and the next; tokens between two
 ATTENTION = ("eager", "sdpa")  # implementations that run without values; others take no more memory than sdpa
-
-logger = logging.getLogger("stree")
-_measured: dict[tuple[Any, ...], int] = {}
 
 
 def prefill_bytes(lm: PatchedModel, batch: int, length: int, *, held: int = 0, is_padded: bool = False) -> int:
@@ -49,16 +46,8 @@ def prefill_bytes(lm: PatchedModel, batch: int, length: int, *, held: int = 0, i
     if length > MOST_TOKENS:
         return prefill_bytes(lm, batch, MOST_TOKENS, held=held, is_padded=is_padded) * -(-length // MOST_TOKENS)
     length, held = _rounded(length), _rounded(held)
-    config = lm.model.config
-    kind = type(lm.model), config.to_json_string(), _attention(config), lm.dtype, lm.device.type
-    key = kind, batch, length, held, is_padded
-    if key not in _measured:
-        try:
-            _measured[key] = _measure(lm, batch, length, held, is_padded)
-        except Exception as problem:
-            logger.debug("the memory of a prefill is not checked: %s: %s", type(problem).__name__, problem)
-            _measured[key] = 0
-    return _measured[key]
+    sizes = batch, length, held, is_padded
+    return measured_bytes("prefill", lm, sizes, lambda: _measure(lm, *sizes))
 
 
 def _rounded(length: int) -> int:

@@ -6,21 +6,16 @@ reference, which serves there.
 
 from __future__ import annotations
 
-import logging
-from typing import Any
-
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stree.kernels.dispatch import TRITON, as_on_device
+from stree.models.measured_bytes import measured_bytes
 from stree.models.prefill_memory import PrefillBytes, model_without_values
 from stree.models.tree_scorer import TreeScorer
 from stree.tree import TokenTree
 
 __all__ = ["tree_bytes"]
-
-logger = logging.getLogger("stree")
-_measured: dict[tuple[Any, ...], int] = {}
 
 
 def tree_bytes(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
@@ -45,15 +40,8 @@ def tree_bytes(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
 
 def _at(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
     """Return the bytes at a length; they are a convex function of it, so between two lengths at most the mean."""
-    kind = type(lm.model), lm.model.config.to_json_string(), lm.dtype, lm.device.type, lm.fused_layers
-    key = kind, batch, nodes, length
-    if key not in _measured:
-        try:
-            _measured[key] = _measure(lm, batch, nodes, length)
-        except Exception as problem:
-            logger.debug("the memory of a tree is not checked: %s: %s", type(problem).__name__, problem)
-            _measured[key] = 0
-    return _measured[key]
+    sizes = batch, nodes, length
+    return measured_bytes("tree", lm, (*sizes, lm.fused_layers), lambda: _measure(lm, *sizes))
 
 
 def _measure(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:

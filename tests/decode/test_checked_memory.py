@@ -5,6 +5,7 @@ Run: python -m pytest tests/decode/test_checked_memory.py
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from stree import generation
 from stree.decode import memory
 from stree.decode.memory import Extent
 from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from stree.models import measured_bytes, passed_checks, tree_memory
 from stree.models.tree_memory import tree_bytes
 from stree.sampling import Sampling
 
@@ -171,3 +173,24 @@ def test_a_prompt_that_does_not_fit_beside_its_state_is_refused(monkeypatch: pyt
         stree.generate(lm, prompt, budget=1, max_new_tokens=8)
     lm.chunk_size = 64  # a part of a prompt at a time
     assert len(stree.generate(lm, prompt, budget=1, max_new_tokens=8).sequences[0]) == 520
+
+
+def test_another_process_reads_what_was_measured_until_the_code_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    lm, measure = stree.TreeLM(AutoModelForCausalLM.from_config(MODELS["attention"]).eval()), tree_memory._measure
+    measurements: list[Any] = []
+    monkeypatch.setattr(tree_memory, "_measure", lambda *given: (measurements.append(given), measure(*given))[1])  # type: ignore[func-returns-value]
+
+    def in_another_process() -> int:
+        monkeypatch.setattr(measured_bytes, "_measured", {})
+        return tree_bytes(lm, 1, 4, 64)
+
+    first = in_another_process()
+    num_measured = len(measurements)
+    assert in_another_process() == first
+    assert len(measurements) == num_measured > 0
+    monkeypatch.setattr(passed_checks, "_hash", lambda *_: "of other code")
+    assert in_another_process() == first
+    assert len(measurements) == 2 * num_measured
