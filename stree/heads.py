@@ -2,7 +2,8 @@
 
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash_head import OneShotHead
+from stree.models.heads.diffusion import MaskedDiffusion
 from stree.models.heads.formats import head_layout, load
 from stree.models.heads.mtp import mtp_files
 
-__all__ = ["CausalHead", "OneShotHead", "head_layout", "load", "mtp_files"]
+__all__ = ["CausalHead", "MaskedDiffusion", "OneShotHead", "head_layout", "load", "mtp_files"]

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash import load_dflash
 from stree.models.heads.dflash_head import OneShotHead
+from stree.models.heads.diffusion import ARCHITECTURE, MaskedDiffusion, load_diffusion
 from stree.models.heads.eagle3 import load_eagle3
 from stree.models.heads.mtp import load_mtp, load_speculators_mtp
 from stree.models.heads.refinements import refinement_of
@@ -33,19 +34,20 @@ ARCHITECTURES = {  # in config.json, of each layout that has no speculators_mode
     "Lfm2DSparkDraftModel": "dspark",  # LiquidAI
     "LlamaForCausalLMSpecBlock": "specblock",
     "LlamaForCausalLMSpecBlockShift": "specblock",
+    ARCHITECTURE: "diffusion",
 }
 # Entries of config.json that models have not, and heads whose architecture is not known.
 SIGNS = ("dflash_config", "eagle_config", "target_layer_ids", "draft_vocab_size", "speculators_config")
 
 
-def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead:
+def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead | MaskedDiffusion:
     """Load a draft head.
 
     Args:
         source: "mtp" for the MTP layers in the checkpoint that the target was loaded from; or the folder or hub id of a
             head: MTP, EAGLE-3, DFlash, DFlash2 or DSpark in the layout of speculators; EAGLE-3 in those of EAGLE,
             SpecForge, AngelSlim and DeepSpec; DFlash and DFlash2 in that of z-lab; DSpark in those of DeepSpec,
-            SpecForge and LiquidAI; SpecBlock in its own.
+            SpecForge and LiquidAI; SpecBlock in its own; a masked-diffusion drafter of ``stree distill``.
         target: the head is placed on its device, in its dtype, and may share its embedding and output head.
 
     Raises:
@@ -64,6 +66,8 @@ def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead:
         return load_speculators_mtp(target, source, _layer_config(published), refinement_of(published, source))
     if layout == "specblock":
         return load_specblock(target, source, published)
+    if layout == "diffusion":
+        return load_diffusion(target, source, published)
     return load_eagle3(target, source, published) if layout == "eagle3" else load_dflash(source, target)
 
 

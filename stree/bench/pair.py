@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from stree.bench.smollm2 import named, prepared
 from stree.drafters import Drafter
-from stree.heads import CausalHead, OneShotHead, head_layout, load
+from stree.heads import CausalHead, MaskedDiffusion, OneShotHead, head_layout, load
 from stree.inputs import ASSETS, load_tokenizer, locate
 from stree.models.common_vocabulary import in_vocabulary_of
 from stree.models.loading import load_config, load_model
@@ -44,7 +44,7 @@ class Pair:
     tokenizer: Any
     source: str
     drafter_source: str | None = None
-    head: CausalHead | OneShotHead | None = None
+    head: CausalHead | OneShotHead | MaskedDiffusion | None = None
     vocab: list[int] | None = None
     drafters: dict[str, Drafter] = field(default_factory=dict)
 

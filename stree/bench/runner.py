@@ -20,7 +20,7 @@ from stree.bench.rates import Rates
 from stree.bench.records import Record, quantiles
 from stree.bench.verdict import verdict_text
 from stree.decode.step_cache import rounded, step_cache_of
-from stree.heads import OneShotHead
+from stree.heads import MaskedDiffusion, OneShotHead
 from stree.models.heads.specblock import SpecBlockHead
 from stree.verify import ForcedLength
 
@@ -189,7 +189,7 @@ class Runner:
         own: Record = {
             "growth": growth, "budget": method.budget, "baseline": method.baseline, "drafter": method.drafter,
         }  # fmt: skip
-        if isinstance(self.pair.head, OneShotHead | SpecBlockHead):
+        if isinstance(self.pair.head, MaskedDiffusion | OneShotHead | SpecBlockHead):
             own["drafts_blocks"] = True
         record = self._record("tokens_per_s", method, {**block.params, **own}, unit="tokens/s")
         tokens = len(case.prompts) * case.new_tokens

@@ -15,7 +15,7 @@ __all__ = ["add_distill"]
 
 def add_distill(commands: Any) -> None:
     """Register the command with an argparse subparsers object."""
-    text = "train a drafter for a target, a small Mamba-2 or a head; 'stree generate --drafter OUT' takes it"
+    text = "train a drafter for a target, a small model or a head; 'stree generate --drafter OUT' takes it"
     command = add_command(commands, "distill", _distill, text)
     add_target(command)
     command.add_argument(
@@ -36,7 +36,9 @@ def add_distill(commands: Any) -> None:
 def _add_recipe(command: argparse.ArgumentParser) -> None:
     """Add the options of the recipe; ``Settings`` checks them."""
     command.add_argument(
-        "--kind", default="model", help="model (a small Mamba-2), or a head: mtp, eagle3, dflash, specblock"
+        "--kind",
+        default="model",
+        help="model (a small Mamba-2), diffusion (masked diffusion), or a head: mtp, eagle3, dflash, specblock",
     )
     command.add_argument(
         "--recipe", default="plain", help="of training mtp and eagle3: plain, or a paper's: hass, griffin, fspad"

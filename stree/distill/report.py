@@ -34,6 +34,12 @@ HEAD_RECIPE = (
     "target wrote."
 )
 
+RECIPES_OF = {
+    "diffusion": "KL divergence from the target's next-token distribution, at the masked tokens of windows of which a "
+    "random share t is masked, times 1 / t, on the text and on what the target wrote."
+}
+WHOLE_MODELS = {"model": "a Mamba-2", "diffusion": "a masked-diffusion model"}
+
 
 def agreement(wanted: Tensor, proposed: Tensor) -> dict[str, float]:
     """Compare the drafter's distributions with the target's.
@@ -117,9 +123,9 @@ def card(metrics: dict[str, Any]) -> str:
     settings = ", ".join(f"{name} {value}" for name, value in metrics["settings"].items())
     kind = str(metrics["settings"]["kind"])
     trained = RECIPES[metrics["settings"]["recipe"]]
-    recipe = MODEL_RECIPE if probs else f"{HEAD_RECIPE} {trained.about}".strip()
+    recipe = MODEL_RECIPE if probs else f"{RECIPES_OF.get(kind, HEAD_RECIPE)} {trained.about}".strip()
     layout = "of SpecBlock's own code" if kind == "specblock" else "of the package speculators"
-    what = "a Mamba-2" if kind == "model" else f"a draft head ({kind}) in the layout {layout}"
+    what = WHOLE_MODELS.get(kind) or f"a draft head ({kind}) in the layout {layout}"
     if trained.refinement.name != "plain":
         what += f" with tensors of the recipe {trained.refinement.name}, which other programs do not know,"
     return f"""# A drafter for {metrics["target"]}

@@ -13,7 +13,7 @@ from stree.distill.network import CHUNK
 
 __all__ = ["KINDS", "RECIPES", "Settings"]
 
-KINDS = ("model", "mtp", "eagle3", "dflash", "specblock")
+KINDS = ("model", "mtp", "eagle3", "dflash", "specblock", "diffusion")
 RECIPES = dict.fromkeys(("mtp", "eagle3"), ("plain", "hass", "griffin", "fspad"))  # the other kinds: plain
 
 
@@ -24,7 +24,8 @@ class Settings:
     Attributes:
         kind: "model", a small Mamba-2, or a head that reads the target's hidden states: "mtp" and "eagle3", one
             attention layer, "dflash", which drafts a block of 8 positions in one call, or "specblock", whose blocks of
-            4 hang below each other.
+            4 hang below each other; or "diffusion", a masked-diffusion model of half the target's width that reads
+            tokens alone and drafts a window of 8.
         recipe: of a causal head's training: "plain", or that of a paper, "hass", "griffin" or "fspad".
         hidden: width of a model, a multiple of 16; None for half the target's.  A head has the target's.
         layers: Mamba-2 layers of a model.
@@ -87,6 +88,8 @@ class Settings:
             raise ValueError(f"hidden must be a multiple of 16, got {self.hidden}")
         if self.length < 8 or (self.length > CHUNK and self.length % CHUNK):
             raise ValueError(f"length must be a multiple of {CHUNK}, or in [8, {CHUNK}], got {self.length}")
+        if self.kind == "diffusion" and self.length < 16:
+            raise ValueError(f"length must be at least 16 for windows of kind diffusion, got {self.length}")
         for name in ("minutes", "muon_lr", "adam_lr", "clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")

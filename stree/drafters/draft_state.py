@@ -18,6 +18,7 @@ from stree.kernels.step.bookkeeping import path_on_columns
 from stree.kernels.step.texts import Seen
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
+from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
 
@@ -95,6 +96,9 @@ class DraftState:
     def num_calls(self, num_scored: int) -> int:
         """Count the model's calls for a tree after ``score`` was called so often."""
         return num_scored
+
+    def begin_tree(self, rng: Random, sampling: AnySampling) -> None:
+        """Take the random numbers of a step, and how tokens are drawn in it, where drafting needs them."""
 
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
         """Read the target's hidden states of prompts, where they are needed: see ``DraftRun.read_prompts``."""

@@ -16,6 +16,7 @@ from stree.models.common_vocabulary import in_vocabulary_of
 from stree.models.heads import formats
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash_head import OneShotHead
+from stree.models.heads.diffusion import MaskedDiffusion
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["DRAFTERS", "load"]
@@ -34,7 +35,8 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
     Args:
         source: "suffix" (repetitions of the text), "none" (plain decoding), "mtp" (MTP layers in the target's own
             checkpoint), "fused:PATH" (a small model or head and "suffix" in one tree), the folder or hub id
-            ("owner/name") of a draft head or of a small model of the target's vocabulary, that head or model itself
+            ("owner/name") of a draft head, a masked-diffusion
+            drafter or a small model of the target's vocabulary, that head or model itself
             (of transformers, or a TreeLM), or a drafter, which is returned.  Where head and vocabulary of a model are
             padded to another number of tokens than the target's, it drafts the tokens that both have.
         target: its device and dtype are those of a model that is loaded.
@@ -62,7 +64,7 @@ def load(source: str | Path | Any, target: TreeLM) -> Drafter:
         if formats.head_layout(source) is not None:
             return HeadDrafter(formats.load(source, target))
         source = TreeLM.from_pretrained(source, target.device, target.dtype)
-    if isinstance(source, (CausalHead, OneShotHead)):
+    if isinstance(source, (CausalHead, OneShotHead, MaskedDiffusion)):
         return HeadDrafter(source)
     if isinstance(source, type) or not (hasattr(source, "new_state") or hasattr(source, "config")):
         raise TypeError(f"drafter must be {_known()}, got {source!r:.80}")

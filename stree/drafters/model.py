@@ -128,6 +128,7 @@ class ModelRun(DraftRun):
         self.state.reserve_nodes(columns_run(plan))
         self.rng = self.rng.at(seen.lengths)
         self.acceptance_model.begin(plan, self.rng)
+        self.state.begin_tree(self.rng, growth.sampling)
         grown = GrownTree(seen, self._left(plan, seen), plan)
         run_frontier = partial(grown.run, self.state.score if self.processor is None else self._score)
         kept_slots: KeptSlots = []

@@ -97,7 +97,7 @@ def losses(recipe: str, head: Any, tokens: Tensor, logits: Tensor, hidden: Tenso
     return out
 
 
-@pytest.mark.parametrize(("kind", "recipe"), [case for case in CASES if case[0] != "specblock"])  # has its own test
+@pytest.mark.parametrize(("kind", "recipe"), [case for case in CASES if case[0] not in ("specblock", "diffusion")])
 def test_the_loss_is_that_of_drafts_beside_the_target(
     kind: str, recipe: str, target: stree.TreeLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,14 +136,15 @@ def test_training_lowers_the_loss_and_leaves_a_head_with_a_card(
     network = new_head(target, settings["kind"], HEAD.seed, settings["recipe"])
     with torch.no_grad():
         untrained = float(head_loss(outputs_of(target, network.hidden_layers))(network, windows))
-    is_own = settings["kind"] == "specblock"
+    kind = settings["kind"]
     files = {"config.json", "model.safetensors", "README.md", "distill.json"} | (
-        {"vocab_mapping.pt"} if is_own else set()
+        {"vocab_mapping.pt"} if kind == "specblock" else set()
     )
     assert {path.name for path in out.iterdir()} == files
     assert metrics["stages"]["distill"]["loss"] < 0.99 * untrained  # in a few steps
     card = (out / "README.md").read_text()
-    assert ("layout of SpecBlock's own code" if is_own else "layout of the package speculators") in card
+    layouts = {"specblock": "layout of SpecBlock's own code", "diffusion": "a masked-diffusion model"}
+    assert layouts.get(kind, "layout of the package speculators") in card
     assert f"| {metrics['tau']['0']:.2f} |" in card
     assert ("other programs do not know" in card) == (settings["recipe"] in ("griffin", "fspad"))
     assert [name for name in PAPERS if f"{name.upper()}: " in card] == [

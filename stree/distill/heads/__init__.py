@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from stree.distill.heads.causal import new_eagle3, new_mtp
 from stree.distill.heads.dflash import new_dflash
+from stree.distill.heads.diffusion import new_diffusion
 from stree.distill.heads.fspad import Fspad
 from stree.distill.heads.griffin import Griffin
 from stree.distill.heads.hass import Hass
@@ -21,6 +22,7 @@ HEADS: dict[str, Callable[..., HeadNetwork]] = {
     "eagle3": new_eagle3,
     "dflash": new_dflash,
     "specblock": new_specblock,
+    "diffusion": new_diffusion,
 }
 """By kind, what makes a head with random weights from a target, a seed and, for those that have any, a recipe."""
 RECIPES: dict[str, Recipe] = {"plain": PLAIN, "hass": Hass(), "griffin": Griffin(), "fspad": Fspad()}
