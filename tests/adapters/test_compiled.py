@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
-from helpers.tiny_family_models import BUILDERS, EVERY_ADAPTER, family_model, matrix
+from helpers.tiny_family_models import BUILDERS, family_model, matrix
 from helpers.tiny_models import tiny_model
 from torch import Tensor
 
@@ -122,7 +122,9 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 QUICK = {(17, 0, 4, 12, 61), (13, 3, 7, 12, 61)}
 
 
-@pytest.mark.parametrize("sizes", slow_unless(QUICK.__contains__, [(case,) for case in MEETINGS]), ids=str)
+@pytest.mark.parametrize(
+    "sizes", slow_unless(QUICK.__contains__, [(case,) for case in MEETINGS], in_ci=lambda _: False), ids=str
+)
 def test_no_size_is_taken_for_one_of_the_traced_example(
     sizes: tuple[int, int, int, int, int], traced_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,7 +170,7 @@ def test_compiled_trees_of_other_families(family: str, caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.name == "stree"]  # else they were not compiled
 
 
-@pytest.mark.parametrize("family", matrix(fast=["bamba"], in_ci=EVERY_ADAPTER))
+@pytest.mark.parametrize("family", matrix(fast=["bamba"]))
 def test_compiled_commits_leave_the_states_that_others_leave(
     family: str, traced_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,7 +36,7 @@ def test_every_supported_family_is_tested() -> None:
     assert sorted(SUPPORTED) == FAMILIES
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(in_ci=FAMILIES))
 def test_three_trees_with_two_commits_between_are_exact(family: str, dtype: torch.dtype) -> None:
     decoding = Decoding(family_model(family, dtype), [17, 3, 9])
     assert decoding.prompt_error() < TOLERANCE[dtype]
@@ -106,7 +106,7 @@ def test_a_tree_may_grow_piece_by_piece(family: str) -> None:
     decoding.score([14, 9])
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(in_ci=FAMILIES))
 def test_one_token_decoding_by_transformers_agrees(family: str) -> None:
     decoding = Decoding(family_model(family), [7])
     (text,), (rest,) = decoding.texts, random_texts(decoding.rng, [6])
@@ -140,7 +140,7 @@ def test_plain_generate_of_a_patched_model_is_bit_equal(family: str) -> None:
     assert torch.equal(before, decoding.lm.verify(decoding.state, tree))  # nor does the plain call change a state
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(in_ci=FAMILIES))
 def test_no_node_depends_on_what_is_not_its_ancestor(family: str, dtype: torch.dtype) -> None:
     decoding = Decoding(family_model(family, dtype), [6, 6, 6])
     lm, state = decoding.lm, decoding.state

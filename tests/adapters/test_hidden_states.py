@@ -12,7 +12,7 @@ import torch
 from helpers.captured import TapeRecorder
 from helpers.family_states import Decoding
 from helpers.on_device import treat_as_on_device
-from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
+from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
     patched,
@@ -95,7 +95,7 @@ def test_every_layer_equals_transformers_in_each_call(family: str, dtype: torch.
     assert hidden.shape[:2] == (3, 9) and text_error(decoding, hidden, begins) < tolerance
 
 
-@pytest.mark.parametrize("family", matrix(fast=(), in_ci=EVERY_ADAPTER))
+@pytest.mark.parametrize("family", matrix(fast=()))
 def test_fused_layers_change_no_hidden_states(family: str, launched: Counter[str]) -> None:
     results = []
     for is_fused in (False, True):

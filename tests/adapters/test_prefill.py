@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.family_states import Decoding
 from helpers.on_device import treat_as_on_device
-from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
+from helpers.tiny_family_models import family_model, matrix
 from helpers.tiny_models import TOLERANCE, fresh_logits, random_texts, relative_error, right_padded, tiny_model
 
 import stree
@@ -114,7 +114,7 @@ def test_an_extended_state_is_one_of_the_whole_text(family: str, dtype: torch.dt
     decoding.score([6, 6, 6])
 
 
-@pytest.mark.parametrize("family", matrix(in_ci=EVERY_ADAPTER))
+@pytest.mark.parametrize("family", matrix())
 def test_a_long_extension_leaves_a_state_of_the_whole_text(family: str, dtype: torch.dtype) -> None:
     decoding = Decoding(family_model(family, dtype), [9, 9], max_nodes=6, defers_commit=True)
     decoding.lm.chunk_size = 11

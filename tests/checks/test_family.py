@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_family_models import FAMILIES, family_model, matrix
 from helpers.tiny_models import patched, tiny_model
 from torch import Tensor
 
@@ -16,7 +16,7 @@ from stree.testing import CheckFailed, check_family
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(in_ci=FAMILIES))
 def test_every_family_passes(family: str) -> None:
     report = check_family(family_model(family))
     assert report.cases == 10 and report.worst < 1e-3

@@ -80,7 +80,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", slow_unless(("processor", "overlap").__contains__, WAYS))
 @pytest.mark.parametrize("size", SIZES)
 def test_texts_are_those_of_plain_decoding(size: int, way: str) -> None:
     target, options = patched(tiny_model("bamba")), {"max_new_tokens": 24, "seed": 1, "ignore_eos": True, **WAYS[way]}

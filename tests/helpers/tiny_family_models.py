@@ -196,7 +196,7 @@ ROUTED = {
 
 
 def matrix(
-    families: Sequence[str] = FAMILIES, fast: Sequence[str] = EVERY_ADAPTER, in_ci: Sequence[str] = FAMILIES
+    families: Sequence[str] = FAMILIES, fast: Sequence[str] = EVERY_ADAPTER, in_ci: Sequence[str] = EVERY_ADAPTER
 ) -> list[Any]:
     """Return families as parameters of a test.
 

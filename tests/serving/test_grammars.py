@@ -160,6 +160,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_own_request_alone(monkeypatc
     assert out.stats["finish_reasons"] == ["error: grammar cannot be followed: too complex"]
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_have_grammars_of_their_own(served: Served) -> None:
     generator = RowGenerator(served.engine.lm, served.tokenizer, SuffixDrafter(), max_new_tokens=40)
     asked = ASKED[::3]
@@ -176,6 +177,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(served: Served) -> None:
         assert caught.value.field == field
 
 
+@pytest.mark.slow
 def test_the_command_continues_by_a_schema_or_an_expression(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "schema.json"
     file.write_text(json.dumps(SCHEMA))

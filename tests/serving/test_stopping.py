@@ -147,9 +147,7 @@ KINDS, TIMES = ("idle", "streams", "whole", "queued"), ("within", "beyond")
 FAST = {("streams", "beyond")}
 
 
-@pytest.mark.parametrize(
-    ("kind", "when"), slow_unless(lambda kind, when: (kind, when) in FAST, product(KINDS, TIMES))
-)
+@pytest.mark.parametrize(("kind", "when"), slow_unless(lambda kind, when: (kind, when) in FAST, product(KINDS, TIMES)))
 def test_a_server_stops(kind: str, when: str, server: Served, steps: Steps, caplog: pytest.LogCaptureFixture) -> None:
     is_whole = when == "within"
     num_tokens, grace = (FEW, 30.0) if is_whole else (MANY, 1.5)
