@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +22,9 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.distributed import DistributedConfig
-from transformers.utils import cached_file
 
 from stree.models.families import config_of_text_model, family_of
+from stree.models.heads.weights import checkpoint_file
 from stree.models.mamba_in_llama import config_of_hybrid, load_hybrid, mixer_sizes
 from stree.models.native import config_of_native, is_native, load_native
 
@@ -80,19 +80,12 @@ def load_model(
     elif on_cpu:
         dtype = torch.float32
     raw = raw_config(name_or_path, trust_remote_code=trust_remote_code)
-    if is_native(raw):
+    read = _reader(name_or_path, raw)
+    if read is not None:
         if device_map is not None or tp_plan is not None:
-            raise NotImplementedError(
-                "device_map and tp_plan are not supported for native mamba-ssm checkpoints; give a device"
-            )
-        model = load_native(raw, _native_weights(name_or_path))
-        return model.to(device) if dtype == "auto" else model.to(device, cast(torch.dtype, dtype))
-    sizes = mixer_sizes(name_or_path, raw)
-    if sizes is not None:
-        if device_map is not None or tp_plan is not None:
-            raise NotImplementedError("device_map and tp_plan are not supported for MambaInLlama; give a device")
-        model = load_hybrid(name_or_path, raw, sizes)
-        return model.to(device) if dtype == "auto" else model.to(device, cast(torch.dtype, dtype))
+            kinds = "native mamba-ssm checkpoints and MambaInLlama"
+            raise NotImplementedError(f"device_map and tp_plan are not supported for {kinds}; give a device")
+        return read().to(device) if dtype == "auto" else read().to(device, cast(torch.dtype, dtype))
     whole = load_config(name_or_path, trust_remote_code=trust_remote_code)
     config = config_of_text_model(whole)
     family_of(config)
@@ -113,6 +106,14 @@ def load_model(
     return model if placed != {"device_map": None} else model.to(device)
 
 
+def _reader(name_or_path: str | Path, raw: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """Return what reads a checkpoint that is mapped onto transformers' classes; None for transformers' own formats."""
+    if is_native(raw):
+        return lambda: load_native(raw, _native_weights(name_or_path))
+    sizes = mixer_sizes(name_or_path, raw)
+    return None if sizes is None else lambda: load_hybrid(name_or_path, raw, sizes)
+
+
 def _check_plan(config: Any, tp_plan: Any) -> None:
     """Refuse a plan of a family that transformers cannot shard, and one without several processes."""
     if tp_plan != "auto":
@@ -131,7 +132,7 @@ def _check_not_modelopt(name_or_path: str | Path, raw: Mapping[str, Any]) -> Non
     """Refuse weights in NVIDIA's ModelOpt format, of which transformers reads the config only."""
     config = raw.get("quantization_config") or {}
     is_listed = isinstance(config, dict) and config.get("quant_method") == "modelopt"
-    if is_listed or _found(name_or_path, "hf_quant_config.json") is not None:
+    if is_listed or checkpoint_file(name_or_path, "hf_quant_config.json") is not None:
         raise NotImplementedError(
             f"checkpoint {str(name_or_path)!r} is in NVIDIA's ModelOpt format, which transformers cannot load; use the "
             "model's bfloat16 upload, or one quantised with compressed-tensors or torchao"
@@ -174,18 +175,10 @@ def raw_config(name_or_path: str | Path, *, trust_remote_code: bool = False) -> 
 def _native_weights(name_or_path: str | Path) -> Path:
     """Return the path of a native checkpoint's weights, downloaded from the hub if needed."""
     for name in NATIVE_WEIGHTS:
-        found = _found(name_or_path, name)
+        found = checkpoint_file(name_or_path, name)
         if found is not None:
             return Path(found)
     raise ValueError(f"checkpoint {str(name_or_path)!r} has neither {' nor '.join(NATIVE_WEIGHTS)}")
-
-
-def _found(name_or_path: str | Path, name: str) -> str | None:
-    """Return the path of a checkpoint's file, downloaded from the hub if needed, or None."""
-    path: str | None = cached_file(
-        name_or_path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True
-    )
-    return path
 
 
 def torch_device(device: Any) -> torch.device:

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import BambaConfig, GenerationConfig, LlamaConfig
-from transformers.utils import cached_file
 
-from stree.models.heads.weights import INDEX, SINGLE, read_tensors
+from stree.models.heads.weights import INDEX, SINGLE, checkpoint_file, read_tensors
 from stree.models.native import place_weights, read_weights
 
 __all__ = ["config_of_hybrid", "load_hybrid", "mixer_sizes"]
@@ -47,7 +46,7 @@ def mixer_sizes(name_or_path: str | Path, config: Mapping[str, Any]) -> Mapping[
     Raises:
         ValueError: it cannot be read.
     """
-    if config.get("model_type") != "llama" or (path := _found(name_or_path, MIXER_CONFIG)) is None:
+    if config.get("model_type") != "llama" or (path := checkpoint_file(name_or_path, MIXER_CONFIG)) is None:
         return None
     try:
         sizes = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -133,7 +132,7 @@ def load_hybrid(name_or_path: str | Path, config: Mapping[str, Any], sizes: Mapp
         found["lm_head.weight"] = found["model.embed_tokens.weight"]
     place_weights(model, found)
     model.model.rotary_emb = type(model.model.rotary_emb)(mapped)  # its buffers are no part of a checkpoint
-    if (path := _found(name_or_path, "generation_config.json")) is not None:
+    if (path := checkpoint_file(name_or_path, "generation_config.json")) is not None:
         model.generation_config = GenerationConfig.from_pretrained(Path(path).parent)
     return model
 
@@ -164,17 +163,9 @@ def _expanded(tensors: Mapping[str, Tensor], sizes: Mapping[str, Any], mapped: B
 
 def _tensors(name_or_path: str | Path) -> dict[str, Tensor]:
     """Read all tensors of a checkpoint."""
-    if _found(name_or_path, SINGLE) or _found(name_or_path, INDEX):
+    if checkpoint_file(name_or_path, SINGLE) or checkpoint_file(name_or_path, INDEX):
         return read_tensors(name_or_path, lambda _: True, "cpu")
-    path = _found(name_or_path, PICKLED)
+    path = checkpoint_file(name_or_path, PICKLED)
     if path is None:
         raise ValueError(f"checkpoint {str(name_or_path)!r} has none of {SINGLE}, {INDEX} and {PICKLED}")
     return read_weights(Path(path))
-
-
-def _found(name_or_path: str | Path, name: str) -> str | None:
-    """Return the path of a checkpoint's file, downloaded from the hub if needed, or None."""
-    path: str | None = cached_file(
-        name_or_path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True
-    )
-    return path

@@ -19,13 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import cached_file
 
 from stree.kernels.topology import most_nodes
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.eagle3 import check_sizes, read_layers
 from stree.models.heads.refinements import Fusion
-from stree.models.heads.weights import assign, read_tensors
+from stree.models.heads.weights import assign, checkpoint_file, read_tensors
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -240,7 +239,7 @@ def load_specblock(target: TreeLM, source: str | Path, published: Mapping[str, A
 def _draft_ids(source: str | Path, offsets: Tensor | None, device: torch.device) -> Tensor:
     """Return the token of each logit: its index and an offset, from the weights or ``vocab_mapping.pt``."""
     if offsets is None:
-        file = cached_file(source, "vocab_mapping.pt", _raise_exceptions_for_missing_entries=False)
+        file = checkpoint_file(source, "vocab_mapping.pt")
         if file is None:
             raise ValueError(f"draft head {str(source)!r} has neither the tensor d2t nor vocab_mapping.pt")
         offsets = torch.load(file, map_location=device, weights_only=True)["d2t"]

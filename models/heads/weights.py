@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-__all__ = ["assign", "count_parameters", "fused_experts", "read_tensors", "tensor_files"]
+__all__ = ["assign", "checkpoint_file", "count_parameters", "fused_experts", "read_tensors", "tensor_files"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -25,10 +25,10 @@ def tensor_files(source: str | Path) -> dict[str, str]:
     Raises:
         ValueError: no safetensors there, or a file that cannot be read.
     """
-    index = _file(source, INDEX)
+    index = checkpoint_file(source, INDEX)
     if index is not None:
         return dict(json.loads(Path(index).read_text())["weight_map"])
-    single = _file(source, SINGLE)
+    single = checkpoint_file(source, SINGLE)
     if single is None:
         raise ValueError(f"checkpoint {str(source)!r} has neither {SINGLE} nor {INDEX}")
     with _opened(single) as file:
@@ -44,7 +44,7 @@ def read_tensors(source: str | Path, is_wanted: Callable[[str], bool], device: s
     names = {name: file for name, file in tensor_files(source).items() if is_wanted(name)}
     tensors: dict[str, Tensor] = {}
     for file in sorted({*names.values()}):
-        path = _file(source, file)
+        path = checkpoint_file(source, file)
         if path is None:
             raise ValueError(f"checkpoint {str(source)!r} lacks {file}, which its index names")
         with _opened(path, device) as shard:
@@ -64,7 +64,7 @@ def count_parameters(source: str | Path, files: Mapping[str, str]) -> int:
     """
     total = 0
     for file in sorted({*files.values()}):
-        path = _file(source, file)
+        path = checkpoint_file(source, file)
         if path is None:
             raise ValueError(f"checkpoint {str(source)!r} lacks {file}, which its index names")
         with _opened(path) as shard:
@@ -115,7 +115,7 @@ def assign(parts: nn.ModuleDict, tensors: Mapping[str, Tensor], what: str) -> No
     parts.load_state_dict(dict(tensors), strict=False, assign=True)
 
 
-def _file(source: str | Path, name: str) -> str | None:
+def checkpoint_file(source: str | Path, name: str) -> str | None:
     """Local path of a file of a checkpoint, or None."""
     path: str | None = cached_file(
         source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_gated_repo=True

@@ -23,9 +23,8 @@ from stree.drafters.base import Draft, Drafter, DraftRun, in_turn
 from stree.drafters.budget_split import draws_by_value, retrieved_share
 from stree.drafters.draft_state import Grown
 from stree.drafters.hiding import Hiding, has_share
-from stree.drafters.host_copies import AcceptedTokens, downloaded
+from stree.drafters.host_copies import downloaded
 from stree.drafters.merge import append_best, keep_best, with_delta
-from stree.drafters.retrieval_calibration import RetrievalCalibration
 from stree.growth import Growth, Plan
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.host_copies import upload
@@ -122,7 +121,6 @@ class _FusedRun(DraftRun):
     """
 
     hiding: Hiding | None = None
-    _accepted: AcceptedTokens | None = None  # of the last step, where they were not read
 
     def __init__(
         self,
@@ -136,7 +134,6 @@ class _FusedRun(DraftRun):
         self._least_value, self._least_share = least_value, least_share
         self._drafting, self._retrieving = (self._start(drafter, vocab_size, prompts, rng) for drafter in drafters)
         self.can_begin = self._drafting.can_begin and self._retrieving.can_begin
-        self._calibration = RetrievalCalibration(len(prompts))
 
     @staticmethod
     def _start(drafter: Drafter, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
@@ -152,11 +149,9 @@ class _FusedRun(DraftRun):
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Retrieve, draft with what the budget leaves, unite both trees."""
-        self._learn()
-        temperature = 0.0 if growth is None else growth.sampling.temperature
         self._retrieving.forced = self.forced
         found = self._retrieving.propose(pending, growth, budget)
-        retrieved = self._rated(found, temperature)
+        retrieved = self._retrieved(found)
         assert retrieved.values is not None, "retrieved trees have values"
         is_kept = (retrieved.values >= self._least_value) & ~retrieved.tree.is_padding
         plan = None if growth is None else growth.plan(budget)
@@ -189,13 +184,13 @@ class _FusedRun(DraftRun):
         self._drafting.draft = self._retrieving.draft = self.draft
         return self.draft
 
-    def _rated(self, retrieved: Draft, temperature: float | Tensor) -> Draft:
-        """Return what the retrieving run has proposed, on the host, with calibrated values."""
-        if retrieved.probs is not None or retrieved.values is None:
+    @staticmethod
+    def _retrieved(draft: Draft) -> Draft:
+        """Return what the retrieving run has proposed, on the host."""
+        if draft.probs is not None or draft.values is None:
             raise ValueError("a drafter of FusedDrafter must draft deterministic nodes with values")
-        given = torch.as_tensor(temperature, dtype=torch.float64, device=retrieved.values.device)
-        tree, values, given = _on_host(retrieved.tree, retrieved.values, given)
-        return replace(retrieved, tree=tree, values=self._calibration.rate(tree, values, given))
+        tree, values = _on_host(draft.tree, draft.values)
+        return replace(draft, tree=tree, values=values)
 
     def _united(
         self, on_device: Draft, retrieved: Draft, is_kept: Tensor, is_likely: Tensor | None, plan: Plan | None,
@@ -236,21 +231,11 @@ class _FusedRun(DraftRun):
         """Pass the accepted paths to both runs."""
         self._drafting.observe(acceptance)
         self._retrieving.observe(acceptance)
-        self._accepted = AcceptedTokens(self.draft.tree.tokens, acceptance)
-
-    def _learn(self) -> None:
-        """Learn from the tokens that were accepted in the last step."""
-        if self._accepted is not None:
-            self._calibration.learn(self._accepted.read())
-            self._accepted = None
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Begin other texts in both."""
-        self._learn()
         self._drafting.begin(rows, prompts)
         self._retrieving.begin(rows, prompts)
-        for row in rows:
-            self._calibration.forget(row)
 
     @property
     def can_select(self) -> bool:  # type: ignore[override]
@@ -258,9 +243,7 @@ class _FusedRun(DraftRun):
         return self.hiding is None and self._drafting.can_select and self._retrieving.can_select
 
     def select(self, rows: Tensor, rng: Random) -> _FusedRun:
-        self._learn()
         other = copy(self)
-        other._calibration = self._calibration.select(rows.tolist())
         other._drafting, other._retrieving = (run.select(rows, rng) for run in (self._drafting, self._retrieving))
         return other
 

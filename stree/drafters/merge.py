@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from stree.drafters.base import Draft
-from stree.drafters.retrieval_calibration import Listed
 from stree.growth import Proposal
 from stree.tree import TokenTree
 from stree.verify import DELTA, Acceptance, DraftProbs
 
 __all__ = [
+    "Listed",
     "append_best",
     "append_row",
     "keep_best",
@@ -24,6 +25,19 @@ __all__ = [
     "with_delta",
     "without_children",
 ]
+
+
+class Listed(NamedTuple):
+    """One row of a tree on the host: tokens, parents and path values of its nodes."""
+
+    tokens: list[int]
+    parents: list[int]
+    values: list[float]
+
+    @classmethod
+    def of(cls, tree: TokenTree, values: Tensor, row: int) -> Listed:
+        """List a row of a tree with float[batch, n] values."""
+        return cls(tree.tokens[row].tolist(), tree.parents[row].tolist(), values[row].tolist())
 
 
 def keep_first(tree: TokenTree, nodes: Tensor) -> TokenTree:

@@ -22,7 +22,7 @@ from stree.sampling import Sampling
 from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, step_bias
 from stree.testing.tables import TableModel, table_drafter
 from stree.tree import TokenTree
-from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs
+from stree.verify import DELTA, SAMPLED, DraftProbs
 
 RETRIEVED = ([0, 1, 2, 0, 1], [-1, 0, 1, 0, 3])  # paths 1-2 and 0-1 below the root
 TARGET, DIST = TableModel.random(3, 21), TableModel.random(3, 22)
@@ -207,26 +207,6 @@ def test_a_fused_tree_has_values_that_never_rise_along_a_path() -> None:
     taken = greedy_fused(Retrieval([0, 2], [-1, 0]), budget=2, growth=DySpec(depth=2))
     assert taken.tree.tokens.tolist() == [[0, 2]], "retrieval took the model's whole budget"
     assert taken.values is not None and taken.values.tolist() == [[1.0, 1.0]]
-
-
-def test_a_sequence_learns_how_far_to_trust_retrieval_and_anew_in_another_text() -> None:
-    retrieval = Retrieval([0, 2, 2], [-1, 0, 1], [1.0, 0.6, 0.3])
-    run = FusedDrafter(table_drafter(TableModel.random(4, 5)), retrieval).start(4, [[0]] * 4, random_rows(4))
-
-    def worth() -> list[float]:
-        """Give what the retrieved first token of each sequence is worth."""
-        draft = run.propose(torch.zeros(4).long(), Chain(1).bind(Sampling()), 6)
-        found = (draft.tree.tokens == 2) & (draft.tree.parents == 0)
-        assert draft.values is not None
-        return [float(draft.values[row][found[row]][0]) for row in range(4)]
-
-    worth()
-    # Nothing is accepted; the next token was retrieved in the first row only; the third is inactive, the fourth ends.
-    path, lengths = torch.zeros(4, 1).int(), torch.tensor([1, 1, 0, 1]).int()
-    run.observe(Acceptance(path, lengths, torch.tensor([2, 3, 3, 3])))
-    run.begin([3], [[0, 1]])
-    right, wrong, inactive, new = worth()
-    assert right > inactive > wrong and new == inactive
 
 
 @pytest.mark.parametrize("order", ORDERS)
