@@ -115,14 +115,13 @@ class DecodeState:
         return other
 
     def resized(self, max_length: int, max_nodes: int) -> DecodeState:
-        """Copy the committed state into one with more room; a pending tree is left out.
+        """Copy the committed state into one with more room, or less; a pending tree is left out.
 
         Raises:
-            ValueError: a size below the present one.
+            ValueError: no room for the committed tokens.
         """
-        if max_length < self.max_length or max_nodes < self.max_nodes:
-            present = f"max_length {self.max_length} and max_nodes {self.max_nodes}"
-            raise ValueError(f"a resized state must have at least {present}, got {max_length} and {max_nodes}")
+        if max_length < self.max_length and max_length < (longest := int(self.lengths.max())):
+            raise ValueError(f"a resized state must have room for its {longest} tokens, got max_length {max_length}")
         other = DecodeState(
             self.specs, self.batch_size, max_length, max_nodes, self.lengths.device,
             fixed_shapes=self.fixed_shapes, defers_commit=self.defers_commit,
@@ -131,7 +130,7 @@ class DecodeState:
         return other
 
     def overwrite(self, other: DecodeState) -> None:
-        """Copy in the sequences of a state of the same batch and equal or smaller sizes; no tensor is replaced."""
+        """Copy in the sequences of a state of the same batch that fit in this one's sizes; no tensor is replaced."""
         other.apply_deferred()
         with self.changing():
             for spec, stack in self.stacks.items():
@@ -139,7 +138,8 @@ class DecodeState:
             if self.deferred is not None:
                 self.deferred.clear()
             self.lengths.copy_(other.lengths)
-        self.length_bound, self.pending_tree, self.is_inconsistent = other.length_bound, None, other.is_inconsistent
+        self.length_bound, self.pending_tree = min(other.length_bound, self.max_length), None
+        self.is_inconsistent = other.is_inconsistent
 
     def reset(self) -> None:
         """Empty every sequence; no tensor is replaced."""

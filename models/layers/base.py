@@ -109,9 +109,10 @@ class LayerStack:
         return dataclasses.replace(self, **chosen)
 
     def overwrite(self, other: Self) -> None:
-        """Copy in a stack of equal or smaller sizes."""
+        """Copy in what both have room for of a stack of other sizes."""
         for (_, mine), (_, theirs) in zip(self.tensors(), other.tensors(), strict=True):
-            mine[tuple(slice(size) for size in theirs.shape)].copy_(theirs)
+            both = tuple(slice(min(sizes)) for sizes in zip(mine.shape, theirs.shape, strict=True))
+            mine[both].copy_(theirs[both])
 
     def reset(self) -> None:
         """Zero every sequence."""

@@ -14,7 +14,6 @@ from stree.budget.policy import BudgetPolicy
 from stree.decode.capture import Capture
 from stree.decode.logprobs import token_logprobs
 from stree.decode.memory import Extent, draft_nodes, path_nodes
-from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences, Text
 from stree.decode.settings import Settings
@@ -25,6 +24,7 @@ from stree.decode.step_result import StepResult
 from stree.kernels.clock import clock, compile_seconds
 from stree.kernels.dispatch import fixes_shapes
 from stree.models.layout import layout_of
+from stree.models.prefix_cache import PromptRun
 from stree.models.state import DecodeState
 from stree.sampling import BatchSampling
 
@@ -121,7 +121,7 @@ class DecodeLoop:
         self._count_time()
         self.stats.prefill_s = self.stats.total_s
 
-    def admit(self, sequence: Text, prefilled: PrefilledPrompt | None = None) -> None:
+    def admit(self, sequence: Text, prefilled: PromptRun | None = None) -> None:
         """Prefill a sequence in a free row, unless that was done before, and draw its first token.
 
         Raises:

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stree.models.state import DecodeState
 from stree.sampling import AnySampling, Random
 
-__all__ = ["PrefilledPrompt", "first_tokens", "token_ids", "token_lists"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PrefilledPrompt:
-    """A prompt that was run.
-
-    Attributes:
-        state: of one row, of the sizes of the step's.
-        logits: float[1, vocab], the target's for the first new token.
-        hidden: float[1, n, layers, hidden], hidden states of the prompt that the drafter reads, or None.
-    """
-
-    state: DecodeState
-    logits: Tensor
-    hidden: Tensor | None
+__all__ = ["first_tokens", "token_ids", "token_lists"]
 
 
 def token_lists(prompts: Any, attention_mask: Any = None) -> Sequence[Any] | Iterator[Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from stree.decode import debug
 from stree.decode.capture import Capture
 from stree.decode.logits_processors import NodeProcessor, TreeProcessing
-from stree.decode.prompts import PrefilledPrompt, first_tokens
+from stree.decode.prompts import first_tokens
 from stree.decode.request import Request
 from stree.decode.step_records import path_probs
 from stree.decode.step_result import LaunchedStep, StepResult, StepTimer, Wanted, on_path
@@ -28,6 +28,7 @@ from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
 from stree.drafters.merge import keep_first
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen, Texts, emit, unchecked_maxima
+from stree.models.prefix_cache import PromptRun
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Random
@@ -225,12 +226,13 @@ class DecodeStep:
         self._is_filled = True
         return logits
 
-    def admit(self, row: int, request: Request, prefilled: PrefilledPrompt | None = None) -> Tensor:
+    def admit(self, row: int, request: Request, prefilled: PromptRun | None = None) -> Tensor:
         """Begin another text in a row whose own has ended; return float[1, vocab] logits of its first token.
 
         Its prompt is run, unless it was run before into a state of one row and the same sizes.
         """
         self._write(row, request)
+        self.run.prefixes = None if prefilled is None else prefilled.prefixes
         self._let_draft(self.run.begin, [row], [request.prompt])
         if prefilled is None:
             logits, hidden = self._recorded(self.lm.prefill_row, self.state, row, torch.tensor([request.prompt]))

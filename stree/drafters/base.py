@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen
+from stree.models.prefix_cache import Prefixes
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -84,6 +85,7 @@ class DraftRun:
         seen: the texts as the decode step found them, their pending tokens included; None in a run that is used alone.
         processor: processes a draft model's logits as the target's are; None where these are not processed.
         forced: returns, for each row, tokens that certainly follow its pending one, which need no draft; or None.
+        prefixes: from which a draft model starts the texts that ``begin`` brings, and what it keeps of them; or None.
     """
 
     can_begin: bool = False
@@ -96,6 +98,7 @@ class DraftRun:
     seen: Seen | None = None
     processor: TreeProcessor | None = None
     forced: Callable[[], Sequence[Sequence[int]]] | None = None
+    prefixes: Prefixes | None = None
 
     def prepare(self, seen: Seen, budget: int) -> int:
         """Do what only the next step needs of the host, before it drafts; return the draft calls that it took.

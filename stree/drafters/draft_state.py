@@ -16,6 +16,7 @@ from stree.growth import Plan, Proposal
 from stree.kernels.dispatch import fixes_shapes, host_bound
 from stree.kernels.step.bookkeeping import path_on_columns
 from stree.kernels.step.texts import Seen
+from stree.models.prefix_cache import Prefixes, PromptRun
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import AnySampling, Random
@@ -122,19 +123,25 @@ class DraftState:
         if empty := [row for row, prompt in enumerate(self.prompts) if len(prompt) == 1]:
             self.decode_state.reset_rows(empty)
 
-    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Begin other texts in some rows, or all, in the same memory."""
+    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], prefixes: Prefixes | None = None) -> None:
+        """Begin other texts in some rows, or all, in the same memory, from states that were kept."""
         self._empty(rows, prompts)
         if self._state is None:
             return
         longest = max(map(len, prompts))
         if longest > self._state.max_length:
             self._resize(2 * longest, self._state.max_nodes)
-        if len(rows) == len(self.prompts):
+        if len(rows) == len(self.prompts) and prefixes is None:
             return self._prefill()
         for row, prompt in zip(rows, prompts, strict=True):
-            if len(prompt) > 1:
+            if len(prompt) == 1:
+                continue
+            if prefixes is None:
                 self._lm.prefill_row(self._state, row, torch.tensor([prompt[:-1]]))
+            else:
+                single = self._lm.new_state(1, self._state.max_length, self._state.max_nodes)
+                PromptRun(self._lm, prompt[:-1], single, prefixes).run()
+                self._state.write_row(row, single)
 
     def _empty(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Forget the texts of some rows, or all."""

@@ -234,6 +234,7 @@ class _FusedRun(DraftRun):
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Begin other texts in both."""
+        self._drafting.prefixes = self.prefixes
         self._drafting.begin(rows, prompts)
         self._retrieving.begin(rows, prompts)
 

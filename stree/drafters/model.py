@@ -211,7 +211,7 @@ class ModelRun(DraftRun):
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Begin other texts; the draft model runs their prompts where it has run the others."""
-        self.state.begin(rows, prompts)
+        self.state.begin(rows, prompts, self.prefixes)
         if self._own is not None:
             self._own.begin(rows, prompts)
         if self._growth is not None:

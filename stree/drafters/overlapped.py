@@ -150,6 +150,7 @@ class _OverlappedRun(DraftRun):
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         self._ready = None
+        self._run.prefixes = self.prefixes
         self._run.begin(rows, prompts)
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:

@@ -124,6 +124,7 @@ class _TargetInitRun(DraftRun):
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         self._has_left[list(rows)] = False
         self._has_new_text = True
+        self._run.prefixes = self.prefixes
         self._run.begin(rows, prompts)
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:

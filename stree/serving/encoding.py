@@ -50,13 +50,33 @@ class PromptEncoder:
         Raises:
             APIError: there is no template, it refuses the messages, or what it writes is too long.
         """
+        return await self._chat(messages, lambda: self._tokenized_chat(messages, options))
+
+    async def shared_chat(
+        self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[list[int], int]:
+        """Return the tokens of messages as ``chat`` does, and how many do not depend on what the user says first."""
+
+        def work() -> tuple[list[int], int]:
+            tokens = self._tokenized_chat(messages, options)
+            first = next((place for place, one in enumerate(messages) if one.get("role") == "user"), None)
+            if first is None:
+                return tokens, 0
+            others = self._tokenized_chat([*messages[:first], {**messages[first], "content": "?"}], options)
+            pairs = enumerate(zip(tokens, others, strict=False))
+            return tokens, next((place for place, (one, other) in pairs if one != other), 0)
+
+        return await self._chat(messages, work)
+
+    async def _chat(self, messages: Sequence[dict[str, Any]], work: Callable[[], T]) -> T:
+        """Call ``work`` in a thread, unless there are more messages than tokens, or no template."""
         if self._tokenizer.chat_template is None:
             raise APIError(400, f"{self._model} has no chat template; use /v1/completions", param="messages")
         if len(messages) > self._max_tokens:
             message = f"there are {len(messages)} messages, each at least a token, of at most {self._max_tokens}"
             raise APIError(400, message, param="messages", code="context_length_exceeded")
         size = sum(len(message.get("content") or "") for message in messages)
-        return await self._in_thread(size, lambda: self._tokenized_chat(messages, options))
+        return await self._in_thread(size, work)
 
     def ends_with(self, prompt: Sequence[int], text: str) -> bool:
         """Whether the text of a prompt ends with another, which is short, and spaces."""

@@ -16,7 +16,6 @@ import torch
 from stree.checks import check_flags, check_sizes
 from stree.decode.grammar import Grammar
 from stree.decode.memory import check_memory
-from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Request
 from stree.decode.sequences import Text
 from stree.decode.settings import Settings
@@ -25,11 +24,11 @@ from stree.decode.stop_strings import new_text_stops
 from stree.decode.token_rules import check_names
 from stree.drafters import Drafter
 from stree.growth import Growth, sized_growth
+from stree.models.prefix_cache import PrefixCache, Prefixes, PromptRun
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.serving.handle import QueueFull, RequestHandle
-from stree.serving.prefill import Prefill, default_chunk
-from stree.serving.prefix_cache import KeptPrefix, PrefixCache
+from stree.serving.prefill import default_chunk
 from stree.serving.running import MOST_STOPS, RunningBatch
 from stree.serving.totals import Totals
 from stree.verify import Verifier
@@ -86,7 +85,7 @@ class Engine:
         self._chunk = int(prefill_chunk or default_chunk(lm, self._drafter, extent))
         check_memory(lm, self._drafter, replace(extent, chunk=self._chunk))
         self._cache, self._before_step = PrefixCache(cache_bytes), before_step or (lambda: None)
-        self._prefill: tuple[RequestHandle, Request, Prefill] | None = None
+        self._prefill: tuple[RequestHandle, Request, PromptRun] | None = None
         self._waiting: deque[tuple[RequestHandle, Request]] = deque()
         self._handles: dict[Request, RequestHandle] = {}  # of the running sequences
         self.problem: str | None = None
@@ -99,7 +98,7 @@ class Engine:
         self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128, seed: int = 0,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, budget: int | None = None,
-        grammar: Grammar | None = None, trees: bool = False, cache: bool = True, **rules: Any,
+        grammar: Grammar | None = None, trees: bool = False, cache: bool = True, num_shared: int = 0, **rules: Any,
     ) -> RequestHandle:  # fmt: skip
         """Take a request, from any thread; parameters are those of ``generate``.
 
@@ -117,6 +116,8 @@ class Engine:
             grammar: of its new tokens, or None.
             trees: give the trees of its steps.
             cache: start from the states of earlier texts, and keep its own.
+            num_shared: tokens of the prompt, from its beginning, whose state is kept because prompts to come begin with
+                them, too, such as a system prompt's.
             rules: bias, penalties, allowed tokens and bad words, under the names of ``generate``.
 
         Raises:
@@ -125,7 +126,8 @@ class Engine:
             RuntimeError: the engine is closed, or its thread has ended by an error.
         """
         check_flags(cache=cache)
-        handle = RequestHandle(self.totals, self._cache if cache else PrefixCache(0))
+        check_sizes(num_shared=num_shared or None)
+        handle = RequestHandle(self.totals, Prefixes(self._cache if cache else PrefixCache(0), int(num_shared)))
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, budget=budget,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
@@ -230,10 +232,11 @@ class Engine:
                     self._waiting.appendleft((handle, request))
                 return None
             handle.note("started")
-            prefill = Prefill(self.lm, request.prompt, self._batch.new_row(), self._drafter.hidden_layers, handle.cache)
+            given = self._batch.new_row(), handle.prefixes.begun(), self._drafter.hidden_layers
+            prefill = PromptRun(self.lm, request.prompt, *given)
         except Exception as error:
             return handle.finish("error", error)
-        handle.num_cached, handle.cache_epoch = prefill.num_cached, prefill.epoch
+        handle.num_cached = prefill.num_cached
         self._prefill = handle, request, prefill
 
     def _prefill_chunk(self) -> None:
@@ -242,25 +245,22 @@ class Engine:
             return
         handle, request, prefill = self._prefill
         try:
-            prefilled = None if handle.is_cancelled else prefill.run_chunk(self._chunk)
+            is_over = handle.is_cancelled or prefill.run(self._chunk)
         except Exception as error:  # concerns this request alone
             self._prefill = None
             return handle.finish("error", error)
-        if handle.is_cancelled:
+        if is_over:
             self._prefill = None
-            return handle.finish("cancelled")
-        if prefilled is not None:
-            self._prefill = None
-            self._join(handle, request, prefilled)
+            return handle.finish("cancelled") if handle.is_cancelled else self._join(handle, request, prefill)
 
-    def _join(self, handle: RequestHandle, request: Request, prefilled: PrefilledPrompt) -> None:
+    def _join(self, handle: RequestHandle, request: Request, prefill: PromptRun) -> None:
         """Let a prefilled request run, and emit its first token."""
         with self._changed:
             self._handles[request] = handle
-        queried = len(request.prompt) if handle.cache.max_bytes else 0
+        queried = len(request.prompt) if handle.prefixes.keeps else 0
         self.totals.prompt(len(request.prompt), queried, handle.num_cached)
         handle.sequence = self._batch.add(request)
-        self._batch.join(handle.sequence, prefilled)
+        self._batch.join(handle.sequence, prefill)
         self._leave()
 
     def _leave(self) -> None:
@@ -272,8 +272,8 @@ class Engine:
             handles = [self._handles.pop(sequence.request) for sequence in ended]
         for sequence, handle in zip(ended, handles, strict=True):
             handle.finish("error" if sequence.error else sequence.reason or "error", sequence.error)
-            if handle.cache.max_bytes and (kept := self._batch.state_after(sequence)):
-                handle.cache.put(KeptPrefix(*kept, None, None), handle.cache_epoch)
+            if handle.prefixes.keeps:
+                self._batch.keep_state(sequence, handle.prefixes)
         self._batch.leave(is_idle=self._prefill is None)
 
     def _fail(self, error: Exception) -> None:

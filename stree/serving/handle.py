@@ -17,7 +17,7 @@ from stree.decode.request import Request
 from stree.decode.sequences import Text
 from stree.decode.stats import Generation
 from stree.decode.step_records import AcceptedCounts, StepRecord
-from stree.serving.prefix_cache import PrefixCache
+from stree.models.prefix_cache import Prefixes
 from stree.serving.totals import Totals
 
 __all__ = ["EmittedStep", "QueueFull", "RequestHandle"]
@@ -49,18 +49,18 @@ class RequestHandle:
 
     Args:
         totals: count its tokens and its end.
-        cache: of states that it starts from, and that keeps its own.
+        prefixes: states that it starts from, and keeps.
 
     Attributes:
         finish_reason: "stop", "length", "cancelled" or "error"; None while it waits or runs.
     """
 
-    def __init__(self, totals: Totals, cache: PrefixCache) -> None:
+    def __init__(self, totals: Totals, prefixes: Prefixes) -> None:
         self.finish_reason: str | None = None
-        self._totals, self.cache = totals, cache
+        self._totals, self.prefixes = totals, prefixes
         self.sequence: Text | None = None  # what follows belongs to the engine's thread
         self.is_cancelled = False
-        self.num_cached = self.cache_epoch = self.num_new = self.drafted = self.accepted = 0
+        self.num_cached = self.num_new = self.drafted = self.accepted = 0
         self._request: Request | None = None
         self._steps: list[EmittedStep] = []
         self._step: tuple[int, int] | None = None  # nodes that the next tokens' step has drafted and accepted

@@ -117,8 +117,8 @@ class OpenAIAPI:
         self._check(body)
         if body.tool_schemas and self._tool_format is None:
             raise APIError(400, f"tool calls of {self._model} have no known format", param="tools")
-        prompt = await self._encoder.chat(body.messages, body.template_options)
-        choices = await self._submit(body, [prompt])
+        prompt, num_shared = await self._encoder.shared_chat(body.messages, body.template_options)
+        choices = await self._submit(body, [prompt], num_shared=num_shared)
         calling, thinking = [self._calling(body) for _ in choices], [self._thinking(body, prompt) for _ in choices]
         whole, chunk = (self._head("chatcmpl", f"chat.completion{end}") for end in ("", ".chunk"))
         chunk["id"] = whole["id"]

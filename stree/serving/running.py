@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from stree.budget.policy import BudgetPolicy
 from stree.checks import check_counts
 from stree.decode.loop import DecodeLoop
-from stree.decode.prompts import PrefilledPrompt
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences, Text
 from stree.decode.settings import Settings
@@ -19,10 +19,10 @@ from stree.decode.step_result import StepResult
 from stree.decode.token_rules import TokenRules
 from stree.decode.tree_sizes import budget_policy
 from stree.models.layout import layout_of, writes_of
+from stree.models.prefix_cache import PrefixCache, Prefixes, PromptRun
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
-from stree.serving.prefix_cache import PrefixCache
 
 __all__ = ["MOST_STOPS", "PREFILL_NODES", "RunningBatch"]
 
@@ -76,14 +76,14 @@ class RunningBatch:
         return any(sequence.reason is None for sequence in self.rows)
 
     def takes_up_weights(self, cache: PrefixCache) -> bool:
-        """Drop what was computed with weights, adapters or settings that the target no longer has.
+        """Drop what was computed with weights, adapters or settings that the models no longer have.
 
         False where sequences still run by captured steps that hold them: a new one has to wait.
         """
         if (self._step_cache is None and not cache.max_bytes) or not isinstance(self._lm, TreeLM):
             return True
-        held = [] if self._step_cache is None else self._drafter.models
-        layout, writes = [*map(layout_of, (self._lm, *held))], writes_of(self._lm)
+        models = [self._lm, *(one for one in self._drafter.models if self._step_cache or isinstance(one, TreeLM))]
+        layout, writes = [*map(layout_of, models)], tuple(map(writes_of, models))
         if layout != self._layout and self._step_cache is not None:
             if self.is_running:
                 return False
@@ -106,7 +106,7 @@ class RunningBatch:
         assert self._loop is not None, "its prompt has been run"
         return self._loop.sequences.add(request)
 
-    def join(self, sequence: Text, prefilled: PrefilledPrompt) -> None:
+    def join(self, sequence: Text, prefilled: PromptRun) -> None:
         """Give a sequence a row and draw its first token."""
         assert self._loop is not None, "its prompt has been run"
         if self._loop.can_select:
@@ -118,18 +118,18 @@ class RunningBatch:
         assert self._loop is not None, "sequences run"
         self._loop.advance()
 
-    def state_after(self, sequence: Text) -> tuple[tuple[int, ...], DecodeState] | None:
-        """Copy the state of a sequence that has ended, and the tokens that it has read: all but the last one.
+    def keep_state(self, sequence: Text, prefixes: Prefixes) -> None:
+        """Keep the state of a sequence that has ended, after the tokens that it has read: all but the last one.
 
-        None where the host has ended it, by a stop string, before tokens that were read already, and where the drafter
-        needs hidden states of the text, which are not kept.
+        Nothing is kept where the host has ended it, by a stop string, before tokens that were read already, and where
+        the drafter needs hidden states of the text, which are not kept.
         """
         assert self._loop is not None, "sequences run"
         row, state = self._loop.sequences.rows.index(sequence), self._loop.state
         num_read = int(state.lengths[row])
-        if num_read >= len(sequence.tokens) or self._settings.drafter.hidden_layers is not None:
-            return None
-        return tuple(sequence.tokens[:num_read]), state.select(torch.tensor([row], device=state.lengths.device))
+        if num_read < len(sequence.tokens) and self._drafter.hidden_layers is None:
+            state = state.select(torch.tensor([row], device=state.lengths.device))
+            prefixes.keep(np.asarray(sequence.tokens[:num_read], np.int64), state)
 
     def leave(self, *, is_idle: bool) -> None:
         """Drop the sequences that have ended; ``is_idle``: nothing will join soon, so that memory is freed."""

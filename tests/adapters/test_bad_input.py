@@ -283,9 +283,9 @@ def test_the_state_of_another_model_is_refused(lm: TreeLM) -> None:
         assert_still_usable(lm, own)
 
 
-def test_a_resized_state_may_not_be_smaller(lm: TreeLM) -> None:
+def test_a_resized_state_must_have_room_for_its_tokens(lm: TreeLM) -> None:
     state = prefilled(lm)
-    for sizes in ((15, 5), (16, 4)):
-        message = f"at least max_length 16 and max_nodes 5, got {sizes[0]} and {sizes[1]}"
-        with pytest.raises(ValueError, match=message):
-            state.resized(*sizes)
+    longest = int(state.lengths.max())
+    with pytest.raises(ValueError, match=f"room for its {longest} tokens, got max_length {longest - 1}"):
+        state.resized(longest - 1, 5)
+    assert_still_usable(lm, state.resized(longest, 1).resized(16, 5))

@@ -1,0 +1,211 @@
+"""States of texts that were run, from which texts that begin alike start."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stree.models.state import DecodeState
+
+__all__ = ["KeptPrefix", "PrefixCache", "Prefixes", "PromptRun"]
+
+LEAST_BRANCH = 64  # tokens that a text must share with another, behind the state that it starts from, to be kept
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptPrefix:
+    """The state of a model after a text.
+
+    Attributes:
+        tokens: int64[n], of the text.
+        state: of one row, which has read all of them; it has no room for more.
+        logits: float[1, vocab], of the next token; None where they are not known.
+        hidden: float[1, n, layers, hidden], hidden states of the text that a draft head reads, or None.
+    """
+
+    tokens: np.ndarray
+    state: DecodeState
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        """Which model has read which text."""
+        return id(self.state.specs), self.tokens.tobytes()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        tensors = sum(part.nbytes for part in (self.logits, self.hidden) if part is not None)
+        return self.state.num_bytes + self.tokens.nbytes + tensors
+
+
+class PrefixCache:
+    """A least-recently-used cache of states, bounded by bytes, of target and draft models.
+
+    A recurrent state cannot be taken back, so a text starts from a state only if it begins with all of its tokens.
+    Threads may share a cache.
+
+    Args:
+        max_bytes: of all states together; 0 keeps none.
+
+    Attributes:
+        epoch: how often it was cleared.  A state is kept only if nothing was cleared since its text began.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.num_bytes, self.epoch = max_bytes, 0, 0
+        self._kept: OrderedDict[tuple[int, bytes], KeptPrefix] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def put(self, prefix: KeptPrefix, epoch: int) -> None:
+        """Keep a state, in place of those that were not used for longest, whose text began in an epoch."""
+        with self._lock:
+            if epoch != self.epoch:
+                return
+            old = self._kept.pop(prefix.key, None)
+            self.num_bytes -= 0 if old is None else old.num_bytes
+            if prefix.num_bytes > self.max_bytes:
+                return
+            self._kept[prefix.key] = prefix
+            self.num_bytes += prefix.num_bytes
+            while self.num_bytes > self.max_bytes:
+                self.num_bytes -= self._kept.popitem(last=False)[1].num_bytes
+
+    def longest(self, specs: Any, tokens: np.ndarray, *, needs_hidden: bool) -> tuple[KeptPrefix | None, int]:
+        """Return the longest state from which a text can start, and how many tokens it has in common with any text.
+
+        Args:
+            specs: of the model's states.
+            tokens: int64[n], of the text; a state of all of them must have its next logits.
+            needs_hidden: whether the hidden states of the whole text are needed.
+        """
+        with self._lock:
+            text, best, shared = tokens.tobytes(), None, 0
+            for kept in self._kept.values():
+                if kept.state.specs is not specs:
+                    continue
+                size = len(kept.tokens)
+                is_whole = text.startswith(kept.key[1])
+                shared = max(shared, size if is_whole else _common_length(kept.tokens, tokens))
+                has_all = (kept.hidden is not None or not needs_hidden) and size + (kept.logits is None) <= len(tokens)
+                if is_whole and has_all and (best is None or size > len(best.tokens)):
+                    best = kept
+            if best is not None:
+                self._kept.move_to_end(best.key)
+            return best, shared
+
+    def clear(self) -> None:
+        """Drop all states, and keep none of the texts that run now."""
+        with self._lock:
+            self._kept.clear()
+            self.num_bytes, self.epoch = 0, self.epoch + 1
+
+
+def _common_length(first: np.ndarray, second: np.ndarray) -> int:
+    """Count the tokens with which both begin."""
+    size = min(len(first), len(second))
+    if size <= LEAST_BRANCH or first[LEAST_BRANCH] != second[LEAST_BRANCH]:  # most texts differ early
+        return 0
+    differs = first[:size] != second[:size]
+    return int(differs.argmax()) if differs.any() else size
+
+
+@dataclass(slots=True)
+class Prefixes:
+    """What the prompt of one request starts from and keeps.
+
+    Attributes:
+        cache: of earlier texts.
+        shared: tokens at the beginning that other requests have, too, such as a system prompt; 0 where that is unknown.
+        epoch: of the cache, when the request began.
+    """
+
+    cache: PrefixCache
+    shared: int = 0
+    epoch: int = 0
+
+    def begun(self) -> Prefixes:
+        """Note the epoch: the request begins to run."""
+        self.epoch = self.cache.epoch
+        return self
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the cache has room for anything."""
+        return self.cache.max_bytes > 0
+
+    def keep(self, tokens: np.ndarray, state: DecodeState, *outputs: Tensor | None) -> None:
+        """Copy the state of one row after int64[n] tokens, with logits and hidden states, into the cache."""
+        self.cache.put(KeptPrefix(tokens, state.resized(len(tokens), 1), *outputs), self.epoch)
+
+
+class PromptRun:
+    """Runs a prompt by a model, from the longest state that was kept.
+
+    States are kept at the prompt's end, behind the tokens that a request calls shared, and where the prompt goes
+    another way than an earlier text of which there is no state.
+
+    Args:
+        lm: the model, a TreeLM.
+        prompt: tokens, at least one.
+        state: an empty one of one row.
+        prefixes: of the request.
+        hidden_layers: layers whose hidden states are returned, or None.
+
+    Attributes:
+        state: after the tokens that have run.
+        prefixes: of the request.
+        logits: float[1, vocab], of the next token, once all tokens have run.
+        num_cached: tokens that were not run.
+    """
+
+    logits: Tensor
+
+    def __init__(
+        self, lm: Any, prompt: Sequence[int], state: DecodeState, prefixes: Prefixes,
+        hidden_layers: Sequence[int] | None = None,
+    ) -> None:  # fmt: skip
+        self._lm, self.state, self.prefixes, self._layers = lm, state, prefixes, hidden_layers
+        self._tokens = np.asarray(prompt, np.int64)
+        self._hidden = list[Tensor]()
+        kept, branch = prefixes.cache.longest(state.specs, self._tokens, needs_hidden=hidden_layers is not None)
+        self.num_cached = 0 if kept is None else len(kept.tokens)
+        if kept is not None:
+            state.overwrite(kept.state)
+            self.logits = state.lengths.new_zeros(0) if kept.logits is None else kept.logits
+            self._hidden += [] if kept.hidden is None else [kept.hidden]
+        self._done = self.num_cached
+        borders = {branch if branch >= self._done + LEAST_BRANCH else 0, min(prefixes.shared, len(prompt))}
+        self._borders = sorted({len(prompt)} | (borders if prefixes.keeps else set()))
+
+    @property
+    def hidden(self) -> Tensor | None:
+        """Hidden states of the tokens that have run, float[1, n, layers, hidden], where they are wanted."""
+        return torch.cat(self._hidden, 1) if self._layers is not None else None
+
+    def run(self, size: int | None = None) -> bool:
+        """Run at most ``size`` tokens, up to the next border, or all that are left; return whether all have run."""
+        while self._done < len(self._tokens):
+            border = next(border for border in self._borders if border > self._done)
+            end = border if size is None else min(border, self._done + size)
+            piece = torch.from_numpy(self._tokens[None, self._done : end])
+            run = self._lm.extend if self._done else self._lm.prefill
+            if self._layers is None:
+                self.logits = run(self.state, piece)
+            else:
+                self.logits, hidden = run(self.state, piece, hidden_layers=self._layers)
+                self._hidden.append(hidden)
+            self._done = end
+            if end == border and self.prefixes.keeps:
+                self.prefixes.keep(self._tokens[:end], self.state, self.logits, self.hidden)
+            if size is not None:
+                break
+        return self._done == len(self._tokens)
