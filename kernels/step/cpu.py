@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,15 +15,12 @@ from torch import Tensor
 
 from stree.kernels.numba_jit import compiled
 
-if TYPE_CHECKING:
-    from stree.kernels.step.texts import Texts
-
 __all__ = ["emit", "path_on_columns", "path_on_nodes"]
 
 Array = np.ndarray[Any, Any]
 
 
-def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Texts) -> Tensor:
+def emit(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: Tensor, texts: Any) -> Tensor:
     """Append the tokens after the path's nodes; see `stree.kernels.step.texts`."""
     report = tokens.new_zeros(len(path), path.shape[1] + 3)
     _emit(
