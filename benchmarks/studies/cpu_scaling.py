@@ -9,7 +9,7 @@ in turns over all sizes, so other work on the machine adds little.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -57,9 +57,9 @@ def step(lm: TreeLM, nodes: int, batch: int, context: int) -> Callable[[], tuple
     return run
 
 
-def measure(lm: TreeLM, way: str, rounds: int) -> list[Record]:
-    """Measure all cells of an eager or compiled model."""
-    cases = [(axis, *size) for axis, sizes in SIZES.items() for size in sizes]
+def measure(lm: TreeLM, way: str, axes: Sequence[str], rounds: int) -> list[Record]:
+    """Measure the cells of some axes with an eager or compiled model."""
+    cases = [(axis, *size) for axis in axes for size in SIZES[axis]]
     steps = [step(lm, *size) for _, *size in cases]
     times = [[run() for run in steps] for _ in range(rounds + 1)][1:]  # the first round compiles and allocates
     records: list[Record] = []
@@ -83,13 +83,14 @@ def main() -> None:
     parser = command_line(__doc__, "file of JSON lines that the records are appended to")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--compile", action="store_true", help="measure the compiled model in place of the eager one")
+    parser.add_argument("--axes", default=",".join(SIZES), help="some of them; every batch size is compiled by itself")
     options = parser.parse_args()
     torch.set_num_threads(1)
     lm = TreeLM.from_pretrained(ASSETS / "target", dtype="float32")
     lm.model.config.max_position_embeddings = max(CONTEXTS) + max(NODES)
     if options.compile:
         lm.compile()
-    rows = measure(lm, "compiled" if options.compile else "eager", options.rounds)
+    rows = measure(lm, "compiled" if options.compile else "eager", options.axes.split(","), options.rounds)
     finish(rows, options.out, TITLES, map(cells, rows))
 
 
