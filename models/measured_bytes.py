@@ -1,4 +1,4 @@
-"""Bytes that running a model without values was measured to take, kept in the process and on disk.
+"""Bytes that running a model without values was measured to take, kept with the model and on disk.
 
 A measurement runs a forward on ``meta``, which takes 0.1 s and more, and depends on the sizes, the model's class and
 configuration, and the code that runs; a later process reads it from a file.
@@ -12,33 +12,32 @@ from contextlib import suppress
 from typing import Any
 
 from stree.models.passed_checks import cache_folder, code_digest
-from stree.models.patched_model import PatchedModel
 
 __all__ = ["measured_bytes"]
 
 logger = logging.getLogger("stree")
-_measured: dict[tuple[Any, ...], int] = {}
 
 
-def measured_bytes(what: str, lm: PatchedModel, sizes: tuple[Any, ...], measure: Callable[[], int]) -> int:
+def measured_bytes(what: str, lm: Any, sizes: tuple[Any, ...], measure: Callable[[], int]) -> int:
     """Return what a measurement gave the first time, or 0 for a model whose forward needs values.
 
     Args:
         what: name of the measurement.
-        lm: the model.
+        lm: the model, an object such as ``TreeLM``.
         sizes: what its result depends on beside the model, with a ``repr`` that names it.
         measure: makes it.
     """
-    kind, config = type(lm.model), lm.model.config
-    attention = getattr(config, "_attn_implementation", None)
-    key = what, kind, config.to_json_string(), attention, lm.dtype, lm.device.type, sizes
-    if key not in _measured:
-        _measured[key] = _from_disk(key, lm, measure)
-    return _measured[key]
+    attention = getattr(lm.model.config, "_attn_implementation", None)
+    key = what, attention, lm.dtype, lm.device.type, *sizes
+    count: int | None = lm.cache.get(key)
+    if count is None:
+        count = lm.cache[key] = _from_disk(key, lm, measure)
+    return count
 
 
-def _from_disk(key: tuple[Any, ...], lm: PatchedModel, measure: Callable[[], int]) -> int:
+def _from_disk(key: tuple[Any, ...], lm: Any, measure: Callable[[], int]) -> int:
     """Read a measurement of another process, or make it and write it down."""
+    key = *key, lm.model.config.to_json_string(), type(lm.model)
     digest = code_digest(key, {type(lm.model), *map(type, lm.mixers.values())}, lm.device)
     file = None if digest is None else cache_folder() / "memory" / digest
     if file is not None:

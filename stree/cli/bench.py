@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.cli.bench_options import add_bench_command, add_models, load_pair, numbers_of
+from stree.cli.compiling import advice
 from stree.cli.fit_rates import add_fit_rates
 from stree.cli.options import add_drafter_vocab
 from stree.growth_names import GROWTHS
@@ -152,6 +153,8 @@ def _run(arguments: argparse.Namespace) -> int:
     pair = load_pair(arguments, arguments.drafter_vocab)
     if arguments.compile:
         pair.compile()
+    elif line := advice(pair.target):
+        print(line, file=sys.stderr)
     pair.encode(suites[0].prompts[0].turns[:1], chat=settings.chat)  # raises for a chat template that does not exist
     rates = None
     if arguments.rates is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stree.cli.compiling import MANY_TOKENS, advice
 from stree.cli.generation_report import report_of, summary, write_page
 from stree.cli.importing import import_models, without_collection
 from stree.cli.options import add_command, add_generation, add_grammar, grammar_of
@@ -57,6 +58,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     if prints and output.sequences:  # none where it was interrupted while step times were profiled
         report = report_of(arguments, output, tokenizer, lm, warm_up_s)
         print(json.dumps(report) if arguments.json else summary(report), file=None if arguments.json else sys.stderr)
+        if report["num_new_tokens"] >= MANY_TOKENS and not arguments.json and (line := advice(lm)):
+            print(line, file=sys.stderr)
         if arguments.html is not None:
             write_page(arguments, output, tokenizer, report)
     return status

@@ -10,6 +10,7 @@ import ssl
 from pathlib import Path
 from typing import Any
 
+from stree.cli.compiling import advice
 from stree.cli.generate import drafting_options, prepare
 from stree.cli.importing import without_collection
 from stree.cli.options import add_command, add_device, add_drafting, add_launching
@@ -97,6 +98,8 @@ def _serve(arguments: argparse.Namespace) -> int:
 
     def start() -> Engine:
         lm, drafter = load()
+        if line := advice(lm):
+            logging.getLogger("stree").info(line)
         drafting = {name: engine_options[name] for name in ("growth", "budget", "verifier")}
         compile_steps(lm, drafter, batches=ALL_BATCHES, **drafting)  # so that the first request need not wait
         before_step = cores.adapt if lm.device.type == "cpu" else None

@@ -21,7 +21,7 @@ from stree import generation
 from stree.decode import memory
 from stree.decode.memory import Extent
 from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
-from stree.models import measured_bytes, passed_checks, tree_memory
+from stree.models import passed_checks, tree_memory
 from stree.models.tree_memory import tree_bytes
 from stree.sampling import Sampling
 
@@ -187,7 +187,7 @@ def test_another_process_reads_what_was_measured_until_the_code_changes(
     monkeypatch.setattr(tree_memory, "_measure", lambda *given: (measurements.append(given), measure(*given))[1])  # type: ignore[func-returns-value]
 
     def in_another_process() -> int:
-        monkeypatch.setattr(measured_bytes, "_measured", {})
+        lm.cache.clear()
         return tree_bytes(lm, 1, 4, 64)
 
     first = in_another_process()
