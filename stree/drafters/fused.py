@@ -1,10 +1,8 @@
 """Two drafters' trees in one: what was retrieved and what a model drafts (RASD, arXiv 2503.03434).
 
-Lossless in either order, because retrieved nodes are DELTA and the verifier tests siblings in the order of the tree.
-Drafted first: at every node the model's children are tested in draw order and then the retrieved ones that it does not
-have already.  Retrieved first: the retrieved children of the root are tested, then the model's, which are drawn from
-its distribution without them, so none is drawn twice.  Whether a retrieved node is kept depends on the texts, on the
-draft's distribution and on tokens drawn above it, never on the target.
+Lossless, because retrieved nodes are DELTA and the verifier tests siblings in the order of the tree: at every node the
+model's children in draw order, and then the retrieved ones that it does not have already.  Whether a retrieved node is
+kept depends on the texts, on the draft's distribution and on tokens drawn above it, never on the target.
 """
 
 from __future__ import annotations
@@ -15,16 +13,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from stree.checks import check_shares
-from stree.drafters.base import Draft, Drafter, DraftRun, in_turn
+from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.drafters.budget_split import draws_by_value, retrieved_share
 from stree.drafters.draft_state import Grown
-from stree.drafters.hiding import Hiding, has_share
 from stree.drafters.host_copies import downloaded
-from stree.drafters.merge import append_best, keep_best, with_delta
+from stree.drafters.merge import append_best, has_share, keep_best, with_delta
 from stree.growth import Growth, Plan
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.host_copies import upload
@@ -42,33 +38,30 @@ class FusedDrafter(Drafter):
     Both share one budget by value, the probability that a node is right: retrieval may take nearly all of it, or
     nothing.  Where the model's children are chosen without chance, both trees are made and the best nodes of their
     union kept.  Where they are drawn, what was retrieved takes the places at which it is worth more than a model's node
-    typically is, before anything is drawn, and places that are left.  ``FusedDrafter(model, suffix)`` lets siblings of
-    the model be tested first, and what was retrieved extends the model's branches; ``FusedDrafter(suffix, model)``
-    tests retrieved ones first, and the model drafts beside them.
+    typically is, before anything is drawn, and places that are left.  What was retrieved extends the model's branches,
+    and siblings of the model are tested first, whichever drafter is named first.
 
     Args:
-        first: whose nodes are tested first.
-        second: the other.  Both give their nodes values.  One of the two retrieves: its nodes are all DELTA, such as
-            ``SuffixDrafter``'s; the nodes of the other may be sampled.
-        least_value: least value of a retrieved node.
+        first: a drafter; one of the two retrieves: its nodes are all DELTA, such as ``SuffixDrafter``'s; the nodes of
+            the other may be sampled.  Both give their nodes values.
+        second: the other.
         least_share: least probability that the draft's distribution gives a retrieved first token, at temperature 0
-            that of the logits themselves (RASD's pruning; the paper's own threshold was not found).  With the
-            retrieving drafter first it is used when sampling alone.
+            that of the logits themselves (RASD's pruning; the paper's own threshold was not found).
 
     Raises:
         TypeError: a part that is no drafter, or two that run models.
         ValueError: a threshold outside [0, 1].
     """
 
-    def __init__(self, first: Drafter, second: Drafter, *, least_value: float = 0.0, least_share: float = 0.01) -> None:
-        check_shares(least_value=least_value, least_share=least_share)
+    def __init__(self, first: Drafter, second: Drafter, *, least_share: float = 0.01) -> None:
+        check_shares(least_share=least_share)
         for part in (first, second):
             if not isinstance(part, Drafter):
                 raise TypeError(f"FusedDrafter needs drafters, such as ModelDrafter(lm), got {type(part).__name__}")
         if first.models and second.models:
             names = f"{type(first).__name__} and {type(second).__name__}"
             raise TypeError(f"FusedDrafter needs a drafter that runs no model, got {names}")
-        self.first, self.second, self.least_value, self.least_share = first, second, least_value, least_share
+        self.first, self.second, self.least_share = first, second, least_share
 
     @property
     def default_growth(self) -> Growth | None:
@@ -87,8 +80,7 @@ class FusedDrafter(Drafter):
 
     def with_model(self, change: Callable[[TreeLM], TreeLM]) -> FusedDrafter:
         """Return a drafter over ``change`` of the parts' models."""
-        first, second = self.first.with_model(change), self.second.with_model(change)
-        return FusedDrafter(first, second, least_value=self.least_value, least_share=self.least_share)
+        return FusedDrafter(self.first.with_model(change), self.second.with_model(change), least_share=self.least_share)
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _FusedRun:
         """Begin a run of both.
@@ -97,9 +89,7 @@ class FusedDrafter(Drafter):
             TypeError: a part whose tree cannot be extended.
         """
         parts = (self.second, self.first) if self.second.models else (self.first, self.second)
-        run = _FusedRun(parts, vocab_size, prompts, rng, self.least_value, self.least_share)
-        run.hiding = Hiding() if self.second.models else None
-        return run
+        return _FusedRun(parts, vocab_size, prompts, rng, self.least_share)
 
 
 class _FusedRun(DraftRun):
@@ -113,14 +103,8 @@ class _FusedRun(DraftRun):
         vocab_size: of the target.
         prompts: of the first texts.
         rng: random numbers at the ends of the prompts.
-        least_value: see ``FusedDrafter``.
-        least_share: likewise.
-
-    Attributes:
-        hiding: hides retrieved tokens from the drafting run's model, where they are tested first; else None.
+        least_share: see ``FusedDrafter``.
     """
-
-    hiding: Hiding | None = None
 
     def __init__(
         self,
@@ -128,12 +112,12 @@ class _FusedRun(DraftRun):
         vocab_size: int,
         prompts: Sequence[Sequence[int]],
         rng: Random,
-        least_value: float,
         least_share: float,
     ) -> None:
-        self._least_value, self._least_share = least_value, least_share
+        self._least_share = least_share
         self._drafting, self._retrieving = (self._start(drafter, vocab_size, prompts, rng) for drafter in drafters)
         self.can_begin = self._drafting.can_begin and self._retrieving.can_begin
+        self.can_select = self._drafting.can_select and self._retrieving.can_select
 
     @staticmethod
     def _start(drafter: Drafter, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
@@ -152,34 +136,23 @@ class _FusedRun(DraftRun):
         self._retrieving.forced = self.forced
         found = self._retrieving.propose(pending, growth, budget)
         retrieved = self._retrieved(found)
-        assert retrieved.values is not None, "retrieved trees have values"
-        is_kept = (retrieved.values >= self._least_value) & ~retrieved.tree.is_padding
+        is_kept = ~retrieved.tree.is_padding
         plan = None if growth is None else growth.plan(budget)
         share, own = retrieved_share(retrieved, is_kept, budget), budget
         is_by_value = plan is not None and draws_by_value(plan, growth)
         is_shared = plan is None or plan.is_pruned or (is_by_value and self._drafting.leave(*upload([share], pending)))
         if plan is not None and not is_shared:
             own = plan.num_nodes + 1
-            share = torch.full_like(share, budget - own)
-        if self.hiding is not None:
-            # Tokens that are hidden from the model must be in the tree: the best ones, as many as certainly fit.
-            is_kept[:, 1:] &= is_kept[:, 1:].cumsum(1) <= share[:, None]
-            (shown,) = upload([is_kept.int()], pending)
-            self.hiding.hide(found.tree, shown > 0, growth, self._least_share)
-        self._drafting.processor = in_turn(self.processor, self.hiding)
+        self._drafting.processor = self.processor
         num_calls = 0 if self.seen is None else self._drafting.prepare(self.seen, own)
         work = partial(self._drafting.propose, pending, growth, own)
-        # What is hidden is chosen on the host, so such a draft is another one in every step.
-        is_alike = self.hiding is None and self._drafting.is_on_device
-        draft = self.launch(self, (f"drafts of budget {own}", growth), work) if is_alike else work()
+        is_on_device = self._drafting.is_on_device
+        draft = self.launch(self, (f"drafts of budget {own}", growth), work) if is_on_device else work()
         draft = replace(draft, num_calls=draft.num_calls + num_calls)
-        if self.hiding is not None:
-            is_likely = self.hiding.shown
-        elif draft.probs is not None or isinstance(draft.grown, Grown):
+        is_likely = None
+        if draft.probs is not None or isinstance(draft.grown, Grown):
             root = draft.grown.root_logits.softmax(-1) if draft.probs is None else draft.probs.probs[:, 0]
             is_likely = has_share(found.tree, root, self._least_share)
-        else:
-            is_likely = None
         self.draft = self._united(draft, retrieved, is_kept, is_likely, plan, budget)
         self._drafting.draft = self._retrieving.draft = self.draft
         return self.draft
@@ -207,23 +180,18 @@ class _FusedRun(DraftRun):
         # Only nodes that were chosen without chance may be dropped again; those that were drawn stay.
         is_chosen_after = (plan is None or plan.is_pruned) and draft.probs is None
         most = budget - (1 if is_chosen_after else draft.tree.num_nodes)
-        tree, values = append_best(draft, retrieved, is_kept, most, shares=self.hiding is None)
+        tree, values = append_best(draft, retrieved, is_kept, most)
         if is_chosen_after:
             tree = keep_best(tree, values, budget)
-        key = tree.is_padding.long()
-        if self.hiding is not None:
-            is_own = torch.arange(key.shape[1], device=key.device) < draft.tree.tokens.shape[1]
-            key = 2 * key + is_own
-            key[:, 0] = 0
         size = int((~tree.is_padding).sum(1).max())
-        order = key.sort(dim=1, stable=True).indices[:, :size].contiguous()
+        order = tree.is_padding.long().sort(dim=1, stable=True).indices[:, :size].contiguous()
         values = (values * ~tree.is_padding).gather(1, order)
         pruned = tree.prune(order)
         if not host_can_read(on_device.values):
             parts = [order, pruned.tokens, values.float(), pruned.parents.int(), pruned.depths.int()]
             order, tokens, values, parents, depths = upload([part.contiguous() for part in parts], on_device.values)
             pruned = TokenTree.unchecked(tokens, parents, depths)
-        probs, column = with_delta(on_device, key.shape[1] - draft.tree.tokens.shape[1], order)
+        probs, column = with_delta(on_device, tree.tokens.shape[1] - draft.tree.tokens.shape[1], order)
         depth = max(draft.max_depth, retrieved.max_depth)
         return Draft(pruned, probs, depth, draft.num_calls, values, column=column, is_united=True, grown=draft.grown)
 
@@ -237,11 +205,6 @@ class _FusedRun(DraftRun):
         self._drafting.prefixes = self.prefixes
         self._drafting.begin(rows, prompts)
         self._retrieving.begin(rows, prompts)
-
-    @property
-    def can_select(self) -> bool:  # type: ignore[override]
-        """Where nothing is hidden from the model, rows can be selected if both runs can do it."""
-        return self.hiding is None and self._drafting.can_select and self._retrieving.can_select
 
     def select(self, rows: Tensor, rng: Random) -> _FusedRun:
         other = copy(self)

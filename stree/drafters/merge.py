@@ -18,6 +18,7 @@ __all__ = [
     "Listed",
     "append_best",
     "append_row",
+    "has_share",
     "keep_best",
     "keep_first",
     "missed_nodes",
@@ -62,9 +63,7 @@ def keep_best(tree: TokenTree, values: Tensor, nodes: Tensor | int) -> TokenTree
     return TokenTree.unchecked(tree.tokens * is_kept, torch.where(is_kept, tree.parents, -1))
 
 
-def append_best(
-    draft: Draft, retrieved: Draft, is_kept: Tensor, most: Tensor | int, *, shares: bool
-) -> tuple[TokenTree, Tensor]:
+def append_best(draft: Draft, retrieved: Draft, is_kept: Tensor, most: Tensor | int) -> tuple[TokenTree, Tensor]:
     """Append retrieved nodes to a model's tree, best first.
 
     Each is appended below the longest prefix that the model's tree shares with its path.
@@ -74,7 +73,6 @@ def append_best(
         retrieved: the other, with values.
         is_kept: bool[batch, retrieved nodes], those to append.
         most: most nodes appended, for all rows or int64[batch].
-        shares: False: nothing is shared, since retrieved siblings are tested before the model's.
 
     Returns:
         The united tree and the values of its nodes, float[batch, n].
@@ -86,7 +84,7 @@ def append_best(
     for row, (kept, limit) in enumerate(zip(is_kept.tolist(), limits, strict=True)):
         own = Listed.of(tree, draft.values, row)
         other = Listed.of(retrieved.tree, retrieved.values, row)
-        rows.append(append_row(own, other, kept, most=limit, shares=shares))
+        rows.append(append_row(own, other, kept, most=limit))
     size = max(len(row.tokens) for row in rows)
     device = tree.tokens.device
     tokens, parents, values = (
@@ -98,14 +96,14 @@ def append_best(
     return TokenTree.unchecked(tokens, parents), values
 
 
-def append_row(own: Listed, other: Listed, is_kept: list[bool], *, most: int, shares: bool) -> Listed:
+def append_row(own: Listed, other: Listed, is_kept: list[bool], *, most: int) -> Listed:
     """Unite one row of two trees; return all nodes and their values in the united tree.
 
     A child's probability is the retrieved one, plus the model's share of what the retrieved children of the same node
     leave (an escape, as in PPM).
     """
     tokens, parents = list(own.tokens), list(own.parents)
-    children = {(parent, tokens[node]): node for node, parent in enumerate(parents) if parent >= 0} if shares else {}
+    children = {(parent, tokens[node]): node for node, parent in enumerate(parents) if parent >= 0}
     united = {0: 0}  # node of the united tree for each retrieved one
     share = [0.0] * len(tokens)  # of each node, its retrieved probability given its parent
     covered = [0.0] * len(tokens)  # the sum of that over a node's children
@@ -189,3 +187,15 @@ def without_children(proposal: Proposal, is_missed: Tensor) -> Proposal:
     is_below = (tree.ancestor_mask & is_missed[:, None]).any(-1) & ~is_missed
     tokens, parents = tree.tokens.masked_fill(is_below, 0), tree.parents.masked_fill(is_below, -1)
     return replace(proposal, tree=TokenTree.unchecked(tokens, parents, tree.depths, tree.ancestor_mask))
+
+
+def has_share(tree: TokenTree, probs: Tensor, least: float) -> Tensor:
+    """Mask of the nodes below a first token with at least probability ``least``: bool[batch, n].
+
+    Args:
+        tree: retrieved.
+        probs: float[batch, vocab], after the root.
+        least: RASD's pruning threshold.
+    """
+    unlikely = (tree.depths == 1) & (probs.gather(1, tree.tokens) < least)
+    return ~(tree.ancestor_mask & unlikely[:, None]).any(-1)

@@ -39,7 +39,6 @@ def drafter_named(name: str) -> Drafter:
         "suffix": SuffixDrafter(),
         "none": NoDrafter(),
         "fused": FusedDrafter(near_drafter(), SuffixDrafter()),
-        "suffix-first": FusedDrafter(SuffixDrafter(), near_drafter()),
     }
     return every[name]
 
@@ -78,7 +77,7 @@ def test_threads_share_a_target_whose_steps_are_captured(monkeypatch: pytest.Mon
 
 
 RETRIEVING = slow_unless(
-    lambda *case: case == ("suffix", 0.8), [("suffix", 0.0), ("suffix", 0.8), ("fused", 0.0), ("suffix-first", 0.8)]
+    lambda *case: case == ("suffix", 0.8), [("suffix", 0.0), ("suffix", 0.8), ("fused", 0.0), ("fused", 0.8)]
 )
 
 

@@ -36,10 +36,8 @@ def model_drafter(target: stree.TreeLM) -> Prepared:
     return lambda lm: ModelDrafter(stree.TreeLM(on_fake_cuda(model)))
 
 
-def fused_drafter(target: stree.TreeLM, *, retrieved_first: bool = False) -> Prepared:
+def fused_drafter(target: stree.TreeLM) -> Prepared:
     model = model_drafter(target)
-    if retrieved_first:
-        return lambda lm: FusedDrafter(SuffixDrafter(), model(lm))
     return lambda lm: FusedDrafter(model(lm), SuffixDrafter())
 
 
@@ -58,7 +56,6 @@ DRAFTERS: dict[str, Callable[[stree.TreeLM], Prepared]] = {
     "model": model_drafter,
     "suffix": lambda target: lambda lm: SuffixDrafter(),
     "fused": fused_drafter,
-    "retrieved first": lambda target: fused_drafter(target, retrieved_first=True),
     "slots": slot_head,
     "block": block_head,
 }
@@ -66,7 +63,7 @@ DRAFTERS: dict[str, Callable[[stree.TreeLM], Prepared]] = {
 
 # Which nodes of both trees are kept is decided on the host, from copies that arrive in pinned memory; how many tokens
 # the model has not run is read.
-ON_HOST = ("fused", "retrieved first")
+ON_HOST = ("fused",)
 # Of each family with something, and of each drafter and growth; everything else only on demand.
 CASES = [
     (family, drafter, growth, temperature)

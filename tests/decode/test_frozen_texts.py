@@ -30,7 +30,7 @@ BUDGETS = {
     "rsds:3,4": 16, "specinfer:2,2": 8,
 }  # fmt: skip
 CASES = [(drafter, growth, sampling) for drafter in ("model", "mtp") for growth in BUDGETS for sampling in SAMPLINGS]
-CASES += [(drafter, "", sampling) for drafter in ("suffix", "fused", "retrieved first") for sampling in SAMPLINGS]
+CASES += [(drafter, "", sampling) for drafter in ("suffix", "fused") for sampling in SAMPLINGS]
 
 
 @cache
@@ -45,7 +45,7 @@ def drafter(name: str) -> Drafter:
         return stree.drafters.load(ASSETS / "mtp", target())
     model, suffix = stree.drafters.load(ASSETS / "drafter", target()), SuffixDrafter()
     drafters = {"model": model, "suffix": suffix, "fused": FusedDrafter(model, suffix)}
-    return drafters.get(name) or FusedDrafter(suffix, model)
+    return drafters[name]
 
 
 def outcome(name: str, growth: str, sampling: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def is_fast(name: str, growth: str, sampling: str) -> bool:
 
 def in_ci(name: str, growth: str, sampling: str) -> bool:
     """Whether a case is one of a cover of drafters and growths."""
-    place = [*BUDGETS, ""].index(growth) + ("model", "mtp", "suffix", "fused", "retrieved first").index(name)
+    place = [*BUDGETS, ""].index(growth) + ("model", "mtp", "suffix", "fused").index(name)
     return place % len(SAMPLINGS) == [*SAMPLINGS].index(sampling)
 
 

@@ -32,7 +32,6 @@ TEXTS = [[5, 6, 7, 5, 6, 7, 5, 6], [4, 8, 1], [9, 2], [3, 3, 3, 3]]
 NODES, NEW = [0, 1, 4, 9], 14
 DRAFTERS: dict[str, Drafter] = {
     "model": near_drafter(), "suffix": SuffixDrafter(), "fused": FusedDrafter(near_drafter(), SuffixDrafter()),
-    "suffix first": FusedDrafter(SuffixDrafter(), near_drafter()),
 }  # fmt: skip
 GROWTHS: dict[str, Growth] = {
     "by value": Calibrated(3), "pruned": OptTree(depth=3), "fixed": Static([2, 2]), "heap": DySpec(form="heap"),

@@ -26,17 +26,11 @@ from stree.verify import DELTA, SAMPLED, DraftProbs
 
 RETRIEVED = ([0, 1, 2, 0, 1], [-1, 0, 1, 0, 3])  # paths 1-2 and 0-1 below the root
 TARGET, DIST = TableModel.random(3, 21), TableModel.random(3, 22)
-ORDERS = ["model-first", "retrieved-first"]
 
 
-def fuse(model: Drafter, retrieval: Drafter, order: str = "model-first", **options: float) -> FusedDrafter:
-    first, second = (model, retrieval) if order == "model-first" else (retrieval, model)
-    return FusedDrafter(first, second, **options)
-
-
-def all_fused(growth: Growth, retrieval: Retrieval, order: str = "model-first") -> DraftedTrees:
+def all_fused(growth: Growth, retrieval: Retrieval) -> DraftedTrees:
     """Draft 6 nodes with every outcome of every draw."""
-    return drafts_of(fuse(table_drafter(DIST), retrieval, order, least_share=0.0), growth, 6, PLAIN, 3)
+    return drafts_of(FusedDrafter(table_drafter(DIST), retrieval, least_share=0.0), growth, 6, PLAIN, 3)
 
 
 GROWTHS: dict[str, Growth] = {
@@ -45,27 +39,18 @@ GROWTHS: dict[str, Growth] = {
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "traversal"])
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", GROWTHS)
-def test_every_fused_tree_emits_the_target_s_distribution_exactly(name: str, order: str, verifier: str) -> None:
-    trees = all_fused(GROWTHS[name], Retrieval(*RETRIEVED), order)
+def test_every_fused_tree_emits_the_target_s_distribution_exactly(name: str, verifier: str) -> None:
+    trees = all_fused(GROWTHS[name], Retrieval(*RETRIEVED))
     assert (trees.probs.kind == DELTA).any() and (trees.probs.kind == SAMPLED).any()
     assert trees.tokens.shape[1] <= 6
     assert step_bias(TARGET, trees, verifier) < EXACT
 
 
-def test_retrieved_nodes_that_come_first_are_tested_first_and_never_drawn_again() -> None:
-    trees = all_fused(Static([2]), Retrieval([0, 1, 2], [-1, 0, 1]), "retrieved-first")
-    assert (trees.tokens[:, 1:3] == torch.tensor([1, 2])).all()
-    assert (trees.probs.kind[:, 1:3] == DELTA).all()
-    drawn = (trees.probs.kind == SAMPLED) & (trees.parents == 0)
-    assert drawn[:, 3:].sum(1).tolist() == [2] * len(trees.weight)
-    assert (trees.tokens[drawn] != 1).all()
-
-
-def test_a_distribution_that_retrieval_uses_up_is_still_fused_exactly() -> None:
-    trees = all_fused(Chain(1), Retrieval([0, 0, 1, 2], [-1, 0, 0, 0]), "retrieved-first")
-    assert step_bias(TARGET, trees, "rejection") < EXACT
+def test_either_drafter_may_be_named_first() -> None:
+    drafters = table_drafter(DIST), Retrieval(*RETRIEVED)
+    one, other = (drafts_of(FusedDrafter(*order), Static([2]), 6, PLAIN, 3) for order in (drafters, drafters[::-1]))
+    assert torch.equal(one.tokens, other.tokens) and torch.equal(one.parents, other.parents)
 
 
 def test_sampled_nodes_declared_deterministic_because_they_were_retrieved_too_are_biased() -> None:
@@ -91,30 +76,29 @@ def test_retrieved_branches_hang_below_the_longest_prefix_that_they_share() -> N
     assert draft.num_calls == 2
 
 
-def test_retrieved_nodes_of_little_value_and_beyond_the_budget_are_left_out() -> None:
+def test_retrieved_nodes_beyond_the_budget_are_left_out() -> None:
     retrieval = Retrieval([0, 2, 3, 0], [-1, 0, 0, 1], [1.0, 0.9, 0.01, 0.8])
-    assert greedy_fused(retrieval, least_value=0.2).tree.tokens.tolist() == [[0, 1, 3, 2, 0]]
     assert greedy_fused(retrieval, budget=4).tree.tokens.tolist() == [[0, 1, 3, 2]], "a chain keeps its nodes"
     assert greedy_fused(retrieval).tree.tokens.tolist() == [[0, 1, 3, 2, 3, 0]]
 
 
 @pytest.mark.parametrize(
-    ("growth", "temperature", "order", "least"),
+    ("growth", "temperature", "least"),
     [
-        (Calibrated(3), 0.0, "model-first", 6),
-        (Calibrated(3), 0.8, "retrieved-first", 6),
-        (DySpec(form="heap"), 1.0, "model-first", 5),
+        (Calibrated(3), 0.0, 6),
+        (Calibrated(3), 0.8, 6),
+        (DySpec(form="heap"), 1.0, 5),
     ],
     ids=["greedy", "sampled", "heap"],
 )
 def test_a_sure_retrieval_takes_the_budget_and_an_unsure_one_next_to_nothing(
-    growth: Growth, temperature: float, order: str, least: int
+    growth: Growth, temperature: float, least: int
 ) -> None:
     model = table_drafter(TableModel.random(4, 5, scale=2.0))
     counts = []
     for rate in (0.999, 0.01):  # a retrieved chain of 2s
         retrieval = Retrieval([0, *[2] * 8], range(-1, 8), [rate**depth for depth in range(9)])
-        run = fuse(model, retrieval, order, least_share=0.0).start(4, [[0]], random_rows(1))
+        run = FusedDrafter(model, retrieval, least_share=0.0).start(4, [[0]], random_rows(1))
         tree = run.propose(torch.tensor([0]), growth.bind(Sampling(temperature)), 8).tree
         assert tree.num_nodes.tolist() == [8]
         paths = nodes_by_path(tree)
@@ -157,26 +141,17 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1
 
 
 @pytest.mark.parametrize(
-    ("order", "temperature", "growth", "budget"),
-    [
-        ("model-first", 0.0, Chain(2), 8),
-        ("retrieved-first", 0.0, DySpec(depth=2), 8),
-        ("model-first", 0.8, DySpec(depth=2), 8),
-        ("retrieved-first", 0.8, Chain(2), 8),
-        ("model-first", 0.0, None, 2),
-        ("model-first", 0.0, None, 3),
-    ],
+    ("temperature", "growth", "budget"),
+    [(0.0, Chain(2), 8), (0.8, DySpec(depth=2), 8), (0.0, None, 2), (0.0, None, 3)],
 )
-def test_generated_text_is_that_of_plain_decoding(
-    order: str, temperature: float, growth: Growth | None, budget: int
-) -> None:
+def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Growth | None, budget: int) -> None:
     target, draft = patched(tiny_model("bamba")), patched(tiny_model("mamba2", seed=1))
 
     def text(drafter: Drafter, growth: Growth | None = None) -> list[list[int]]:
         options: dict[str, Any] = {"sampling": Sampling(temperature), "max_new_tokens": 24, "verifier": "match"}
         return stree.generate(target, PROMPTS, drafter, growth=growth, budget=budget, **options).sequences
 
-    assert text(fuse(ModelDrafter(draft), SuffixDrafter(), order), growth) == text(NoDrafter())
+    assert text(FusedDrafter(ModelDrafter(draft), SuffixDrafter()), growth) == text(NoDrafter())
 
 
 SHAPES: dict[str, Growth] = {
@@ -184,13 +159,13 @@ SHAPES: dict[str, Growth] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "order"), [*zip(SHAPES, ORDERS * 2, strict=True)])
-def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str, order: str) -> None:
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str) -> None:
     few, rng = 11, random.Random(5)  # tokens so few that much repeats itself
     target, draft = (patched(tiny_model("mamba2", seed=seed, vocab_size=few)) for seed in (0, 1))
     texts = [[rng.randrange(few) for _ in range(length)] for length in (3, 30, 1, 14, 26, 2, 35)]
     texts += [[1, 2, 3] * 8, [4, 5] * 9]
-    drafter = fuse(ModelDrafter(draft), SuffixDrafter(), order)
+    drafter = FusedDrafter(ModelDrafter(draft), SuffixDrafter())
 
     def text(prompts: list[list[int]]) -> list[list[int]]:
         options: dict[str, Any] = {"growth": SHAPES[name], "budget": 16, "sampling": PLAIN, "max_new_tokens": 12}
@@ -209,10 +184,9 @@ def test_a_fused_tree_has_values_that_never_rise_along_a_path() -> None:
     assert taken.values is not None and taken.values.tolist() == [[1.0, 1.0]]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_the_model_s_state_follows_the_text_when_retrieved_nodes_are_accepted(order: str) -> None:
+def test_the_model_s_state_follows_the_text_when_retrieved_nodes_are_accepted() -> None:
     model, texts = tiny_model("mamba2"), [[3, 1, 4, 1, 5], [9, 2, 6], [7]]
-    drafter = fuse(ModelDrafter(patched(model)), Retrieval([0, 11, 12, 13], [-1, 0, 1, 2]), order)
+    drafter = FusedDrafter(ModelDrafter(patched(model)), Retrieval([0, 11, 12, 13], [-1, 0, 1, 2]))
     steps = DraftSteps(drafter, VOCAB, texts, Chain(2))
     for _ in range(12):
         steps.step()
@@ -234,8 +208,8 @@ def test_the_model_s_state_follows_when_its_last_node_and_retrieved_ones_below_i
 
 def test_bad_parts_are_refused() -> None:
     part = table_drafter(TableModel.random(3, 0))
-    with pytest.raises(ValueError, match=r"least_value must be in \[0, 1\], got 2"):
-        FusedDrafter(part, SuffixDrafter(), least_value=2)
+    with pytest.raises(ValueError, match=r"least_share must be in \[0, 1\], got 2"):
+        FusedDrafter(part, SuffixDrafter(), least_share=2)
     rng = random_rows(1)
     with pytest.raises(TypeError, match="FusedDrafter needs drafters whose trees can be extended, got NoDrafter"):
         FusedDrafter(NoDrafter(), SuffixDrafter()).start(3, [[0]], rng)

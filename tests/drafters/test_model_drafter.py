@@ -139,5 +139,5 @@ def test_what_it_cannot_draft_with_is_refused() -> None:
 
 def test_a_fused_drafter_has_the_models_of_its_parts() -> None:
     model = ModelDrafter(patched(tiny_model("mamba2")))
-    fused = FusedDrafter(SuffixDrafter(), model, least_value=0.3, least_share=0.2).with_model(lambda lm: lm)
-    assert (fused.least_value, fused.least_share, list(fused.models)) == (0.3, 0.2, [model.lm])
+    fused = FusedDrafter(SuffixDrafter(), model, least_share=0.2).with_model(lambda lm: lm)
+    assert (fused.least_share, list(fused.models)) == (0.2, [model.lm])

@@ -29,7 +29,7 @@ SAMPLES = 300  # of a distribution
 SMALL = 17  # vocabulary; frequencies of two tokens have 289 cells
 # A layer of every kind: matrix states and attention, Mamba-1, gated DeltaNet, RG-LRU, convolutions.
 FAMILIES = ("bamba", "mamba", "qwen3_5_text", "recurrent_gemma", "lfm2", "llama")
-DRAFTERS = ("none", "model", "near", "head", "suffix", "fused", "retrieved first", "overlapped")
+DRAFTERS = ("none", "model", "near", "head", "suffix", "fused", "overlapped")
 SAMPLINGS = {
     "greedy": Sampling(), "whole": Sampling(1.0), "top-k": Sampling(1.1, top_k=3), "top-p": Sampling(0.9, top_p=0.5),
     "both": Sampling(1.2, top_k=5, top_p=0.6), "min-p": Sampling(1.0, min_p=0.3),
@@ -177,9 +177,7 @@ def drafter(name: str, family: str, compiled: bool) -> Drafter:
                 parameter.add_(0.01 * torch.randn(parameter.shape, dtype=dtype))
         return ModelDrafter(patched(near))
     model = ModelDrafter(patched(family_model("mamba2", dtype, seed=3, vocab_size=SMALL)))
-    suffix = SuffixDrafter()
-    fused = {"fused": (model, suffix), "retrieved first": (suffix, model)}
-    return FusedDrafter(*fused[name]) if name in fused else model
+    return FusedDrafter(model, SuffixDrafter()) if name == "fused" else model
 
 
 def text(one: Crossing) -> dict[str, Any]:

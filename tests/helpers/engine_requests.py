@@ -21,7 +21,6 @@ WAYS: dict[str, tuple[Any, dict[str, Any]]] = {
     "none": (NoDrafter(), {"budget": 1}),
     "suffix": (SuffixDrafter(), {"budget": 9}),
     "fused": (FusedDrafter(near_drafter(), SuffixDrafter()), {"budget": 13}),
-    "hiding": (FusedDrafter(SuffixDrafter(), near_drafter()), {"budget": 13}),
     "named": (near_drafter(), {"growth": "calibrated:12x3"}),
     **{name: (near_drafter(), {"budget": 12, "growth": growth}) for name, growth in GROWTHS.items()},
 }
