@@ -71,6 +71,7 @@ class WrongDrafter(HeadDrafter):
         return WrongRun(DiffusionState(self.head, prompts), rng)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("window", "steps"), [(2, 1), (2, 2)])
 def test_trees_are_lossless_in_every_number_of_steps(window: int, steps: int) -> None:
     drafter = HeadDrafter(toy(window, steps))
@@ -79,7 +80,12 @@ def test_trees_are_lossless_in_every_number_of_steps(window: int, steps: int) ->
 
 @pytest.mark.parametrize(
     ("steps", "growth", "budget"),
-    [(2, Chain(3), 4), pytest.param(3, Chain(3), 4, marks=pytest.mark.slow), (3, Static([2, 1]), 5)],
+    [
+        (2, Chain(3), 4),
+        (2, Static([2]), 3),
+        pytest.param(3, Chain(3), 4, marks=pytest.mark.slow),
+        pytest.param(3, Static([2, 1]), 5, marks=pytest.mark.slow),
+    ],  # fmt: skip
 )
 def test_a_step_emits_the_distribution_of_the_target(steps: int, growth: Growth, budget: int) -> None:
     trees = drafts_of(HeadDrafter(toy(3, steps)), growth, budget, PLAIN, 3)
@@ -127,7 +133,7 @@ def test_logits_are_those_of_transformers_layers_over_text_and_window() -> None:
     assert torch.equal(found[0, 2:], seen[0][0, 2:]), "tokens in place were drawn from the first step's distributions"
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
 def test_texts_are_those_of_plain_decoding(temperature: float, tmp_path: Path) -> None:
     lm = stree.TreeLM(tiny_model("mamba2").float())
     new_head(lm, "diffusion", 0).save(tmp_path)
