@@ -15,7 +15,7 @@ from functools import partial
 
 from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
-from benchmarks.studies import stree_rule, verification
+from benchmarks.studies import denoising, stree_rule, verification
 from stree.bench.drawing import svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read_lines
@@ -117,6 +117,12 @@ def by_verification() -> str:
     return table(verification.TITLES, map(verification.cells, read_lines(RESULTS / "verification" / "results.jsonl")))
 
 
+def by_denoising() -> str:
+    """Show the masked-diffusion drafter's tokens a step by denoising steps."""
+    rows = [row for record in read_lines(RESULTS / "denoising" / "results.jsonl") for row in record["rows"]]
+    return table(denoising.TITLES, map(denoising.cells, rows))
+
+
 def by_drafter() -> str:
     """Show the runs of draft heads: tau by suite and of all prompts, its ratio to the first method's, and times."""
     lines = []
@@ -195,6 +201,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by name
     "heads": by_drafter,
     "baselines": by_tree,
     "stree-rule": by_rule,
+    "denoising": by_denoising,
     "verification": by_verification,
     "positions": by_position,
     "batch": by_batch,

@@ -27,7 +27,6 @@ from stree.models.tree_lm import TreeLM
 __all__ = ["ARCHITECTURE", "DiffusionConfig", "DiffusionNetwork", "MaskedDiffusion", "Sampler", "load_diffusion"]
 
 ARCHITECTURE = "StreeMaskedDiffusion"  # in config.json
-IMPOSSIBLE = -1e4  # logit of a token that is not in a position: finite, for grammars that forbid the one that is
 HEAD_DIM = 32
 
 # Of a denoising step and float[batch, window, vocab] logits: int64[batch, window] tokens, and their probabilities.
@@ -171,13 +170,13 @@ class MaskedDiffusion:
 
     @torch.no_grad()
     def denoise(self, tokens: Tensor, is_text: Tensor, sampler: Sampler) -> Tensor:
-        """Denoise a window behind each text; return the logits of its tokens.
+        """Denoise a window behind each text; return the logits from which its nodes are drawn.
 
         Each step but the last replaces masks by tokens that ``sampler`` draws, the most probable first, an equal share
-        of the window a step; what is in place stays.  Nothing of this reads the target.  In the last step, given that
-        window, the positions are independent: those still masked have the distribution of their logits, the others
-        the token in place with certainty.  Softmax of the last step's logits would be no distribution of the latter:
-        they were drawn from an earlier step's.
+        of the window a step; what is in place stays, and nothing of this reads the target.  A position has the logits
+        of the last step in which it was masked.  Given the steps these are fixed, so nodes that are drawn from them
+        anew, any number at a position, are independent of each other.  The last step's logits where a token is in place
+        are no distribution that any token was drawn from.
 
         Args:
             tokens: int64[batch, context], the last tokens of each text, right-aligned.
@@ -190,21 +189,18 @@ class MaskedDiffusion:
         mask, size = self.vocab_size, self.num_drafted
         context = self.model.encode(tokens, is_text)
         window = tokens.new_full((len(tokens), size), mask)
+        logits = self.step_logits(window, is_text, context)
         for step in range(1, self.steps):
-            drawn, confidence = sampler(step, self._logits(window, is_text, context))
+            drawn, confidence = sampler(step, logits)
             confidence = confidence.masked_fill(window != mask, 2.0)  # above all probabilities
             order = confidence.argsort(dim=1, descending=True, stable=True)[:, : size * step // self.steps]
             is_placed = torch.zeros_like(window, dtype=torch.bool).scatter(1, order, True)
             window = torch.where(is_placed & (window == mask), drawn, window)
-        return self.last_logits(window, self._logits(window, is_text, context))
+            logits = torch.where((window == mask)[..., None], self.step_logits(window, is_text, context), logits)
+        return logits
 
-    def last_logits(self, window: Tensor, logits: Tensor) -> Tensor:
-        """Replace the logits of the last step where int64[batch, window] tokens were already in place."""
-        in_place = window.clamp(max=self.vocab_size - 1)[..., None]
-        certain = torch.full_like(logits, IMPOSSIBLE).scatter(-1, in_place, 0.0)
-        return torch.where((window == self.vocab_size)[..., None], logits, certain)
-
-    def _logits(self, window: Tensor, is_text: Tensor, context: Context) -> Tensor:
+    def step_logits(self, window: Tensor, is_text: Tensor, context: Context) -> Tensor:
+        """Run int64[batch, window] tokens and masks behind an encoded text; return [batch, window, vocab] logits."""
         size, n = window.shape[1], is_text.shape[1]
         positions = torch.arange(n, n + size, device=window.device)
         is_visible = torch.cat([is_text, torch.ones_like(window, dtype=torch.bool)], 1)
