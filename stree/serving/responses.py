@@ -28,6 +28,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Fields of a chat that are written otherwise here, or not done.
 OTHERWISE = {"messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort",
+    "prompt_logprobs",
              "separate_reasoning"}  # fmt: skip
 NAMES = {
     "messages": "input",
