@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from stree.models.state import DecodeState
+from stree.tree import TokenTree
 
 __all__ = ["KeptPrefix", "PrefixCache", "Prefixes", "PromptRun"]
 
@@ -159,6 +160,8 @@ class PromptRun:
         state: an empty one of one row.
         prefixes: of the request.
         hidden_layers: layers whose hidden states are returned, or None.
+        reads: called with logits, float[1, m, vocab], and the int64[1, m] tokens of the prompt that follow, in turn for
+            the whole prompt, which then runs as trees do, from its beginning; or None.
 
     Attributes:
         state: after the tokens that have run.
@@ -171,12 +174,13 @@ class PromptRun:
 
     def __init__(
         self, lm: Any, prompt: Sequence[int], state: DecodeState, prefixes: Prefixes,
-        hidden_layers: Sequence[int] | None = None,
+        hidden_layers: Sequence[int] | None = None, reads: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        self._lm, self.state, self.prefixes, self._layers = lm, state, prefixes, hidden_layers
+        self._lm, self.state, self.prefixes, self._layers, self._reads = lm, state, prefixes, hidden_layers, reads
         self._tokens = np.asarray(prompt, np.int64)
         self._hidden = list[Tensor]()
         kept, branch = prefixes.cache.longest(state.specs, self._tokens, needs_hidden=hidden_layers is not None)
+        kept = kept if reads is None else None
         self.num_cached = 0 if kept is None else len(kept.tokens)
         if kept is not None:
             state.overwrite(kept.state)
@@ -198,14 +202,27 @@ class PromptRun:
             end = border if size is None else min(border, self._done + size)
             piece = torch.from_numpy(self._tokens[None, self._done : end])
             run = self._lm.extend if self._done else self._lm.prefill
-            if self._layers is None:
-                self.logits = run(self.state, piece)
-            else:
-                self.logits, hidden = run(self.state, piece, hidden_layers=self._layers)
-                self._hidden.append(hidden)
+            layers = {} if self._layers is None else {"hidden_layers": self._layers}
+            if self._reads is not None:
+                piece = piece[:, : self.state.max_nodes]
+                run, end = self._lm.verify, self._done + piece.shape[1]
+            given = run(self.state, piece if self._reads is None else TokenTree.chain(piece), **layers)
+            self.logits, hidden = given if layers else (given, None)
+            self._hidden += [] if hidden is None else [hidden]
+            if self._reads is not None:
+                self._read_scored(end)
             self._done = end
             if end == border and self.prefixes.keeps:
                 self.prefixes.keep(self._tokens[:end], self.state, self.logits, self.hidden)
             if size is not None:
                 break
         return self._done == len(self._tokens)
+
+    def _read_scored(self, end: int) -> None:
+        """Commit the chain of tokens that was scored, up to ``end``, and let its logits be read."""
+        path = torch.arange(end - self._done, dtype=torch.int32, device=self.state.lengths.device)[None]
+        self._lm.commit(self.state, path, torch.full_like(self.state.lengths, path.shape[1]))
+        following = torch.from_numpy(self._tokens[None, self._done + 1 : end + 1]).to(self.logits.device)
+        assert self._reads is not None, "the caller has checked"
+        self._reads(self.logits[:, : following.shape[1]], following)
+        self.logits = self.logits[:, -1]

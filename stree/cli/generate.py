@@ -13,7 +13,7 @@ from typing import Any
 from stree.cli.compiling import MANY_TOKENS, advice
 from stree.cli.generation_report import report_of, summary, write_page
 from stree.cli.importing import import_models, without_collection
-from stree.cli.options import add_command, add_generation, add_grammar, grammar_of
+from stree.cli.options import add_command, add_generation, add_grammar, add_rules, grammar_of, token_rules_of
 from stree.cli.progress import Progress, TextPrinter
 from stree.files import check_file
 from stree.inputs import encode_turn, load_tokenizer, locate, stop_tokens, tokenizer_fingerprint
@@ -28,6 +28,7 @@ def add_generate(commands: Any) -> None:
     command.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; standard input if left out")
     add_generation(command)
     add_grammar(command)
+    add_rules(command)
     command.add_argument("--tp", action="store_true", help="shard the target over the processes of torchrun")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows the trees of all steps")
@@ -35,13 +36,17 @@ def add_generate(commands: Any) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Run ``stree generate``."""
-    options = {**generation_options(arguments), "grammar": grammar_of(arguments)}
+    from stree.rule_fields import tokenized_words
+
+    options = {**generation_options(arguments), "grammar": grammar_of(arguments), **token_rules_of(arguments)}
     if arguments.html is not None:
         check_file(arguments.html)
         options["return_steps"] = True
     prompt = _prompt(arguments)
     tokenizer, load = prepare(arguments)
     options["tokenizer"] = tokenizer
+    if "bad_words" in options:
+        options["bad_words"] = tokenized_words(options["bad_words"], tokenizer)
     prompt_ids = _encode(arguments, tokenizer, prompt)
     lm, drafter = load()
     if arguments.chat:

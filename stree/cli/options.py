@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from stree.growth_names import GROWTHS
 
 __all__ = [
     "add_command", "add_device", "add_drafter_vocab", "add_drafting", "add_generation", "add_grammar", "add_launching",
-    "add_target", "grammar_of",
+    "add_rules", "add_target", "grammar_of", "token_rules_of",
 ]  # fmt: skip
 
 
@@ -107,6 +108,37 @@ def add_grammar(command: argparse.ArgumentParser) -> None:
     kind = command.add_mutually_exclusive_group()
     kind.add_argument("--json-schema", metavar="FILE", help="continue with a JSON document of the schema in a file")
     kind.add_argument("--regex", metavar="PATTERN", help="continue with a text that a regular expression matches whole")
+
+
+def add_rules(command: argparse.ArgumentParser) -> None:
+    """Add the token rules of ``stree.generate``."""
+    command.add_argument("--logit-bias", metavar="JSON", help='added to logits: {"TOKEN ID": NUMBER, ...}')
+    command.add_argument("--repetition-penalty", type=float, help="above 1: of tokens of prompt and text")
+    command.add_argument(
+        "--frequency-penalty", type=float, help="in [-2, 2]: for each time that the new text has a token"
+    )
+    command.add_argument("--presence-penalty", type=float, help="in [-2, 2]: of tokens that the new text has")
+    command.add_argument("--allowed-token-ids", metavar="JSON", help="the only tokens: [ID, ...]")
+    command.add_argument("--bad-words", action="append", metavar="TEXT", help="never written; may be repeated")
+    command.add_argument("--min-new-tokens", type=int, help="no stop token before so many new tokens")
+
+
+def token_rules_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the token rules that the options name, as ``stree.generate`` takes them; bad words are texts.
+
+    Raises:
+        ValueError: one is out of its range, or no JSON.
+    """
+    from stree.rule_fields import rules_of
+
+    fields = dict(vars(arguments))
+    for name in ("logit_bias", "allowed_token_ids"):
+        try:
+            fields[name] = None if fields[name] is None else json.loads(fields[name])
+        except ValueError as error:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} must be JSON, got {fields[name]!r:.80}: {error}") from error
+    return rules_of(fields)
 
 
 def grammar_of(arguments: argparse.Namespace) -> Any:

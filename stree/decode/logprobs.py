@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["TokenLogprob", "read_logprobs", "token_logprobs"]
+__all__ = ["PromptLogprob", "TokenLogprob", "prompt_logprobs", "read_logprobs", "token_logprobs"]
 
 
 class TokenLogprob(NamedTuple):
@@ -39,6 +39,25 @@ def token_logprobs(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     best = logprobs.topk(top, -1)
     parts = tokens[..., None], logprobs.gather(-1, tokens[..., None]), best.indices, best.values
     return torch.cat([part.double() for part in parts], -1)
+
+
+class PromptLogprob(NamedTuple):
+    """A token of a prompt.
+
+    Attributes:
+        found: its log probability, and the most probable tokens in its place.
+        rank: 1 where none is more probable.
+    """
+
+    found: TokenLogprob
+    rank: int
+
+
+def prompt_logprobs(logits: Tensor, tokens: Tensor, top: int) -> list[PromptLogprob]:
+    """Read the log probabilities of int64[1, m] tokens of a prompt from float[1, m, vocab] logits."""
+    ranks = 1 + (logits > logits.gather(-1, tokens[..., None])).sum(-1)
+    found = read_logprobs(token_logprobs(logits, tokens, top)[0].tolist(), top)
+    return [PromptLogprob(*pair) for pair in zip(found, ranks[0].tolist(), strict=True)]
 
 
 def read_logprobs(packed: list[list[float]], top: int) -> list[TokenLogprob]:

@@ -15,6 +15,7 @@ from stree.serving.guard import Guard, OpenRequests
 from stree.serving.openai_api import OpenAIAPI
 from stree.serving.page import add_page
 from stree.serving.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from stree.serving.responses import ResponsesRequest, respond
 
 __all__ = ["create_app"]
 
@@ -65,6 +66,10 @@ def create_app(
     @app.post("/v1/chat/completions", response_model=None, responses=ERRORS)
     async def chat(body: ChatRequest, request: Request) -> Any:
         return await api.chat(body, request)
+
+    @app.post("/v1/responses", response_model=None, responses=ERRORS)
+    async def responses(body: ResponsesRequest, request: Request) -> Any:
+        return await respond(api, body, request)
 
     @app.post("/tokenize", responses=ERRORS)
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

@@ -5,70 +5,63 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stree.decode.grammar import Grammar
 from stree.decode.logprobs import TokenLogprob
 from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText
-from stree.serving.answers import Choice, Piece, completion_logprobs
+from stree.serving.answers import Piece, completion_logprobs
 from stree.serving.document import token_name
-from stree.serving.engine import Engine
-from stree.serving.errors import APIError
-from stree.serving.handle import QueueFull
-from stree.serving.protocol import CompletionRequest
+from stree.serving.handle import RequestHandle
+from stree.serving.protocol import CompletionRequest, GenerationRequest
 
-__all__ = ["Echo", "echoes_of"]
+__all__ = ["Echoes", "prompt_fields", "prompt_top"]
 
 
-async def echoes_of(
-    body: CompletionRequest, choices: Sequence[Choice], engine: Engine, token_bytes: TokenBytes
-) -> list[Echo]:
-    """Return the prompts of a request whose choices were submitted; an error ends these.
+def prompt_top(body: GenerationRequest) -> int | None:
+    """Return how many alternatives to each token of a prompt are wanted; None where no log probabilities are."""
+    echoed = body.logprobs if isinstance(body, CompletionRequest) and body.echo else None
+    return body.prompt_logprobs if echoed is None else max(echoed, body.prompt_logprobs or 0)
 
-    Raises:
-        APIError: log probabilities are wanted, and the prompt has none, or too many requests wait.
+
+def prompt_fields(body: GenerationRequest, handle: RequestHandle, token_bytes: TokenBytes) -> dict[str, Any]:
+    """Return ``prompt_logprobs`` as vLLM writes them, if wanted: null for the first token, then tokens by number."""
+    if body.prompt_logprobs is None:
+        return {}
+    fields: list[dict[str, Any] | None] = [None]
+    for one, rank in handle.prompt_logprobs:
+        top = [(token, value, place) for place, (token, value) in enumerate(one.top[: body.prompt_logprobs], 1)]
+        entries = [(one.token, one.logprob, rank), *(entry for entry in top if entry[0] != one.token)]
+        fields.append({
+            f"{token}": {"logprob": value, "rank": place, "decoded_token": token_bytes.tokenizer.decode([token])}
+            for token, value, place in entries
+        })  # fmt: skip
+    return {"prompt_logprobs": fields}
+
+
+class Echoes:
+    """Puts the prompts of a request in front of its texts, where it wants that.
+
+    Args:
+        body: the request.
+        token_bytes: of the tokenizer.
     """
-    echoes = list[Echo]()
-    try:
-        for choice in choices[:: body.n or 1]:
-            prompt, found = choice.handle.prompt, None
-            if body.logprobs is not None:
-                found = await prompt_logprobs(engine, token_bytes, prompt, body.logprobs)
-            echoes.append(Echo(token_bytes, prompt, found))
-    except BaseException as error:
-        for choice in choices:
-            choice.handle.cancel()
-        if isinstance(error, QueueFull):
-            raise APIError(429, str(error), headers={"Retry-After": "1"}) from error
-        if isinstance(error, (ValueError, RuntimeError)):
-            raise APIError(400, f"echo with logprobs is not possible: {error}", param="echo") from error
-        raise
-    return echoes
 
+    def __init__(self, body: CompletionRequest, token_bytes: TokenBytes) -> None:
+        self._body, self._token_bytes, self._echoes = body, token_bytes, dict[int, Echo]()
 
-async def prompt_logprobs(
-    engine: Engine, token_bytes: TokenBytes, prompt: Sequence[int], top: int
-) -> list[TokenLogprob]:
-    """Return the log probabilities of the tokens of a prompt after its first, with alternatives.
-
-    They are those of a request whose new tokens are these, forced by a grammar.
-
-    Raises:
-        RuntimeError: grammars are not installed, decoding failed, or as ``Engine.submit``.
-        ValueError: the tokenizer's end token is behind the first token, where no grammar allows it.
-    """
-    if len(prompt) < 2:
-        return []
-    if (end := token_bytes.tokenizer.eos_token_id) in prompt[1:]:
-        raise ValueError(f"the prompt has the end token {end} behind its first token")
-    handle = engine.submit(
-        prompt[:1], grammar=Grammar.lark("start: " + " ".join(f"<[{token}]>" for token in prompt[1:])),
-        tokenizer=token_bytes, max_new_tokens=len(prompt) - 1, stop_token_ids=(), ignore_eos=True, logprobs=top,
-        cache=False,
-    )  # fmt: skip
-    try:
-        return [found async for step in handle for found in step.logprobs or ()]
-    finally:
-        handle.cancel()  # nothing, where it has ended
+    def __call__(
+        self, piece: Piece, handle: RequestHandle, logprobs: dict[str, Any] | None
+    ) -> tuple[str, dict[str, Any] | None]:
+        """Return text and log probabilities of a piece, in the first of a choice behind those of the prompt."""
+        if not self._body.echo:
+            return piece.text, logprobs
+        if is_first := piece.index not in self._echoes:
+            top, found = self._body.logprobs, None
+            if top is not None:
+                found = [one._replace(top=one.top[:top]) for one, _ in handle.prompt_logprobs]
+            self._echoes[piece.index] = Echo(self._token_bytes, handle.prompt, found)
+        echo = self._echoes[piece.index]
+        moved = None if logprobs is None else echo.moved(logprobs, is_first=is_first)
+        return (echo.text if is_first else "") + piece.text, moved
 
 
 class Echo:

@@ -98,7 +98,8 @@ class Engine:
         self, prompt: Sequence[int], *, sampling: Sampling | None = None, max_new_tokens: int = 128, seed: int = 0,
         stop_token_ids: Iterable[int] | None = None, stop_strings: str | Sequence[str] | None = None,
         tokenizer: Any = None, ignore_eos: bool = False, logprobs: bool | int = False, budget: int | None = None,
-        grammar: Grammar | None = None, trees: bool = False, cache: bool = True, num_shared: int = 0, **rules: Any,
+        grammar: Grammar | None = None, trees: bool = False, cache: bool = True, num_shared: int = 0,
+        prompt_logprobs: int | None = None, **rules: Any,
     ) -> RequestHandle:  # fmt: skip
         """Take a request, from any thread; parameters are those of ``generate``.
 
@@ -116,8 +117,8 @@ class Engine:
             grammar: of its new tokens, or None.
             trees: give the trees of its steps.
             cache: start from the states of earlier texts, and keep its own.
-            num_shared: tokens of the prompt, from its beginning, whose state is kept because prompts to come begin with
-                them, too, such as a system prompt's.
+            num_shared: first tokens of the prompt that others have, too, as a system prompt's; their state is kept.
+            prompt_logprobs: alternatives to the prompt's tokens, whose log probabilities the handle then has, or None.
             rules: bias, penalties, allowed tokens and bad words, under the names of ``generate``.
 
         Raises:
@@ -126,7 +127,7 @@ class Engine:
             RuntimeError: the engine is closed, or its thread has ended by an error.
         """
         check_flags(cache=cache)
-        check_sizes(num_shared=num_shared or None)
+        check_sizes(num_shared=num_shared or None, prompt_logprobs=prompt_logprobs or None)
         handle = RequestHandle(self.totals, Prefixes(self._cache if cache else PrefixCache(0), int(num_shared)))
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, budget=budget,
@@ -136,7 +137,7 @@ class Engine:
         self.settings.check_request(request)
         if len(request.stop_token_ids) > MOST_STOPS:
             raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {len(request.stop_token_ids)}")
-        handle.start(request)
+        handle.start(request, prompt_logprobs)
         with self._changed:
             if self.problem is not None:
                 raise RuntimeError(self.problem)
@@ -232,7 +233,7 @@ class Engine:
                     self._waiting.appendleft((handle, request))
                 return None
             handle.note("started")
-            given = self._batch.new_row(), handle.prefixes.begun(), self._drafter.hidden_layers
+            given = self._batch.new_row(), handle.prefixes.begun(), self._drafter.hidden_layers, handle.reads_prompt
             prefill = PromptRun(self.lm, request.prompt, *given)
         except Exception as error:
             return handle.finish("error", error)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from stree.decode.failures import GenerationError
-from stree.decode.logprobs import TokenLogprob
+from stree.decode.logprobs import PromptLogprob, TokenLogprob, prompt_logprobs
 from stree.decode.request import Request
 from stree.decode.sequences import Text
 from stree.decode.stats import Generation
@@ -52,6 +52,7 @@ class RequestHandle:
         prefixes: states that it starts from, and keeps.
 
     Attributes:
+        prompt_logprobs: of the prompt's tokens but the first, where they are wanted, once there is a new token.
         finish_reason: "stop", "length", "cancelled" or "error"; None while it waits or runs.
     """
 
@@ -62,6 +63,8 @@ class RequestHandle:
         self.is_cancelled = False
         self.num_cached = self.num_new = self.drafted = self.accepted = 0
         self._request: Request | None = None
+        self._top: int | None = None
+        self.prompt_logprobs = list[PromptLogprob]()
         self._steps: list[EmittedStep] = []
         self._step: tuple[int, int] | None = None  # nodes that the next tokens' step has drafted and accepted
         self._put_s = 0.0  # time of the tokens before
@@ -161,9 +164,17 @@ class RequestHandle:
 
     # The engine's thread calls what follows.  ``put`` makes a handle the streamer of its request.
 
-    def start(self, request: Request) -> None:
-        """Note what was asked for."""
-        self._request = request
+    def start(self, request: Request, top: int | None) -> None:
+        """Note what was asked for, and how many alternatives to the tokens of the prompt; None for none of these."""
+        self._request, self._top = request, top
+
+    @property
+    def reads_prompt(self) -> Callable[[Tensor, Tensor], None] | None:
+        """What reads the logits of the prompt, from its beginning, where log probabilities of it are wanted."""
+        if (top := self._top) is None:
+            return None
+        found = self.prompt_logprobs = list[PromptLogprob]()
+        return lambda logits, tokens: found.extend(prompt_logprobs(logits, tokens, top))
 
     def note(self, event: str) -> None:
         """Note the time of an event, once."""

@@ -31,7 +31,7 @@ from stree.serving.answers import (
     usage,
     whole_pieces,
 )  # fmt: skip
-from stree.serving.echo import echoes_of
+from stree.serving.echo import Echoes, prompt_fields, prompt_top
 from stree.serving.encoding import PromptEncoder
 from stree.serving.engine import Engine
 from stree.serving.errors import APIError, error_event
@@ -93,22 +93,16 @@ class OpenAIAPI:
         if not body.prompts:
             raise APIError(400, "prompt must hold at least one text or token list, got none", param="prompt")
         choices = await self._submit(body, body.prompts)
-        head = self._head("cmpl", "text_completion")
-
-        echoes = await echoes_of(body, choices, self._engine, self.token_bytes) if body.echo else []
-        begun = set[int]()
+        head, echoes = self._head("cmpl", "text_completion"), Echoes(body, self.token_bytes)
 
         def part(piece: Piece, *, is_whole: bool) -> dict[str, Any]:
             if body.max_tokens == 0:  # one token was decoded
                 piece = replace(piece, text="", logprobs=[], finish_reason=piece.finish_reason and "length")
             found = None if body.logprobs is None else completion_logprobs(piece, self.token_bytes)
-            text = piece.text
-            if echoes:
-                echo, is_first = echoes[piece.index // (body.n or 1)], piece.index not in begun
-                begun.add(piece.index)
-                text = echo.text + text if is_first else text
-                found = found and echo.moved(found, is_first=is_first)
-            return {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason}
+            handle = choices[piece.index].handle
+            text, found = echoes(piece, handle, found)
+            own = prompt_fields(body, handle, self.token_bytes)
+            return {"index": piece.index, "text": text, "logprobs": found, "finish_reason": piece.finish_reason, **own}
 
         return await self._answer(body, request, choices, head, head, part)
 
@@ -142,7 +136,8 @@ class OpenAIAPI:
                 "finish_reason": finish_reason,
             }  # fmt: skip
 
-        return await self._answer(body, request, choices, whole, chunk, part)
+        answer = await self._answer(body, request, choices, whole, chunk, part)
+        return answer if body.stream else answer | prompt_fields(body, choices[0].handle, self.token_bytes)
 
     def _calling(self, body: ChatRequest) -> ToolAnswer | None:
         """Return what finds the calls in an answer, where it may have some."""
@@ -235,7 +230,7 @@ class OpenAIAPI:
                 prompt, sampling=body.sampling, max_new_tokens=limit,
                 stop_token_ids={*ends, *(body.stop_token_ids or ())}, stop_strings=body.stops,
                 tokenizer=self.token_bytes, logprobs=body.top_logprobs_wanted, seed=seed,
-                budget=body.budget, **options, **rules,
+                budget=body.budget, prompt_logprobs=prompt_top(body), **options, **rules,
             )  # fmt: skip
         except QueueFull as error:
             raise APIError(429, str(error), headers={"Retry-After": "1"}) from error

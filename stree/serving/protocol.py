@@ -74,6 +74,7 @@ class GenerationRequest(BaseModel):
     guided_regex: str | None = None
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 64)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -115,6 +116,8 @@ class GenerationRequest(BaseModel):
         except FieldError as error:
             code = "unsupported_parameter" if isinstance(error, UnsupportedField) else None
             raise APIError(400, str(error), param=error.field, code=code) from error
+        if self.prompt_logprobs is not None and self.stream:
+            raise APIError(400, "prompt_logprobs are not in streams", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise APIError(400, "stream_options needs stream", param="stream_options")
 

@@ -76,6 +76,24 @@ def test_every_option_reaches_the_generation(
     assert seen["captures_steps"] is None, "which is decided by the device"
 
 
+def test_token_rules_hold(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = run_json(capsys, *PROMPT, "--target", target)["token_ids"]
+    for option, allowed in (
+        (["--allowed-token-ids", "[7, 8]"], {7, 8}), (["--logit-bias", '{"9": 100}'], {9}),
+        (["--bad-words", "w1", "--bad-words", "w2"], {*range(VOCAB)} - {*_ids(target, "w1 w2")}),
+    ):  # fmt: skip
+        found = run_json(capsys, *PROMPT, "--target", target, *option, "--min-new-tokens", "3")["token_ids"]
+        assert {*found} <= allowed and len(found) >= 3
+        assert found == plain or not {*plain} <= allowed
+    penalised = run_json(capsys, *PROMPT, "--target", target, "--presence-penalty", "2", "--frequency-penalty", "2")
+    assert len({*penalised["token_ids"]}) >= len({*plain})
+
+
+def _ids(folder: str, text: str) -> list[int]:
+    ids: list[int] = AutoTokenizer.from_pretrained(folder)(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def test_text_is_streamed_and_the_summary_goes_to_standard_error(
     target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

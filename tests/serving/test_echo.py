@@ -62,11 +62,29 @@ def test_an_echo_is_in_front_of_every_text_whole_and_streamed(served: Served) ->
         assert other.logprobs.text_offset[-5:] == [len(prompt) + place for place in one.logprobs.text_offset or ()]
 
 
-def test_a_prompt_with_an_end_in_it_has_no_log_probabilities(served: Served) -> None:
-    body = {"model": "tiny", "prompt": [5, 0, 7], "max_tokens": 1, "echo": True}
-    assert served.post("/v1/completions", body).status_code == 200
-    answer = served.post("/v1/completions", {**body, "logprobs": 1})
-    assert answer.status_code == 400 and "has the end token 0 behind its first" in answer.json()["error"]["message"]
+def test_prompt_logprobs_are_those_of_the_forward(served: Served) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(ASSETS / "target", dtype=torch.float32)
+    prompt = [5, 0, 7, *range(20, 120)]  # an end token among them, and more than run at once
+    with torch.no_grad():
+        wanted = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, "prompt_logprobs": 2, "temperature": 0}
+    for _ in range(2):  # also where the state of the whole prompt is kept
+        choice = served.post("/v1/completions", body).json()["choices"][0]
+        first, *rest = choice["prompt_logprobs"]
+        assert first is None and len(rest) == len(prompt) - 1
+        for place, entries in enumerate(rest):
+            own = entries[f"{prompt[place + 1]}"]
+            assert own["logprob"] == pytest.approx(wanted[place, prompt[place + 1]].item(), abs=1e-3)
+            assert own["rank"] == 1 + int((wanted[place] > wanted[place, prompt[place + 1]]).sum())
+            assert own["decoded_token"] == served.tokenizer.decode([prompt[place + 1]])
+            assert {entry["rank"] for entry in entries.values()} >= {1, 2} and len(entries) in (2, 3)
+            assert abs(own["logprob"] - wanted[place, prompt[place]].item()) > 1e-3, "the control"
+    assert choice["text"] == served.tokenizer.decode([int(wanted[-1].argmax())])
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, "prompt_logprobs": 0}
+    found = served.post("/v1/chat/completions", chat).json()
+    assert len(found["prompt_logprobs"]) == found["usage"]["prompt_tokens"]
+    refused = served.post("/v1/completions", {**body, "stream": True})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt_logprobs"
 
 
 @pytest.mark.parametrize("fields", [{}, {"echo": False}, {"max_tokens": -1, "echo": True}])
