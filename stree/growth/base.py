@@ -53,8 +53,18 @@ class BaseGrowth:
     sampling: AnySampling = field(default=Sampling(), kw_only=True)
 
     def bind(self, sampling: AnySampling) -> Self:
-        """Return this growth for children drawn under ``sampling``."""
-        return replace(self, sampling=sampling)
+        """Return this growth for children drawn under ``sampling``.
+
+        Raises:
+            TypeError: a class that is no dataclass.
+        """
+        try:
+            return replace(self, sampling=sampling)
+        except TypeError as error:
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} must be a frozen dataclass (@dataclass(frozen=True)) whose fields are its parameters: {error}"
+            ) from error
 
     def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
         """Return the draft's own probabilities as the acceptance model."""
