@@ -155,6 +155,7 @@ class _FusedRun(DraftRun):
         self._learn()
         temperature = 0.0 if growth is None else growth.sampling.temperature
         self._retrieving.forced = self.forced
+        self._retrieving.sampling = self._drafting.sampling = self.sampling
         found = self._retrieving.propose(pending, growth, budget)
         retrieved = self._rated(found, temperature)
         assert retrieved.values is not None, "retrieved trees have values"

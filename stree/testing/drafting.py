@@ -140,6 +140,7 @@ class Drafting:
         def run(rng: Random, cases: Tensor) -> tuple[Draft, Draft]:
             roots = torch.zeros_like(cases)
             drafting = self.drafter.start(self.vocab, [[0]] * len(cases), rng.at(roots + 1))
+            drafting.sampling = self.sampling
             draft = drafting.propose(roots, growth, budget)
             inspect(draft, roots)
             first = replace(draft, tree=TokenTree(draft.tree.tokens.clone(), draft.tree.parents.clone()))
