@@ -1,4 +1,4 @@
-"""Plot acceptance by depth: of the steps whose path reached a node with drafted children, how many accepted one."""
+"""Plot acceptance by depth: of the steps whose path reached a depth, how many accepted a node at the next one."""
 
 import sys
 from pathlib import Path
@@ -25,7 +25,7 @@ def main(max_new_tokens: int = 96) -> None:
     )  # fmt: skip
     steps = [step for text in out.steps for step in text]
     for depth in range(max(step.num_accepted for step in steps)):
-        reached = [step for step in steps if step.num_accepted >= depth and step.path[depth] in step.parents]
+        reached = [step for step in steps if step.num_accepted >= depth]  # also where that node was a leaf
         accepted = [step for step in reached if step.num_accepted > depth]
         share = len(accepted) / len(reached)
         chance = [step.draft_probs[depth] for step in accepted]  # that the draft model gave to the accepted token

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from transformers import AutoTokenizer
-
 import stree
 from stree.growth import BaseGrowth, Layer, Plan, Stop, Stopped
 
@@ -21,19 +19,21 @@ class Halving(BaseGrowth):
         return Plan((below_root, *layers), num_nodes=sum(widths), is_fixed=True)
 
 
+@dataclass(frozen=True)
 class Sure(Stop):
+    factor: float = 2.0
+
     def draws(self, values, dist):  # before tokens are drawn from float[batch, above, vocab]: which texts go on
         best = dist.topk(2, -1).values
-        return ((best[..., 0] > 2 * best[..., 1]) & (values > 0)).any(1)
+        return ((best[..., 0] > self.factor * best[..., 1]) & (values > 0)).any(1)
 
 
 def main(max_new_tokens=64):
     print(stree.testing.check_growth(Stopped(Halving(2), Sure()), budget=4, seeds=[0]))
     assets = f"{stree.__path__[0]}/assets"
-    lm, tokenizer = stree.TreeLM.from_pretrained(f"{assets}/target"), AutoTokenizer.from_pretrained(f"{assets}/target")
-    prompt = tokenizer("def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n")["input_ids"]
+    lm = stree.TreeLM.from_pretrained(f"{assets}/target")
     options = {"growth": Stopped(Halving(), Sure()), "budget": 8, "max_new_tokens": max_new_tokens}
-    print(stree.generate(lm, [prompt], f"{assets}/drafter", **options).stats)
+    print(stree.generate(lm, [[5, 6, 7]], f"{assets}/drafter", **options).stats)
 
 
 if __name__ == "__main__":

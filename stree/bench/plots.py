@@ -21,7 +21,7 @@ from stree.bench.methods import PEERS
 from stree.bench.records import Record
 from stree.bench.summary import Ratio
 
-__all__ = ["batch", "context", "speed", "step_time_by_nodes", "tau", "tau_by_nodes"]
+__all__ = ["acceptance", "batch", "context", "speed", "step_time_by_nodes", "tau", "tau_by_nodes"]
 
 MOST_LINES = 5  # in one panel
 LEAST_JUDGED = 5  # prompts, below which no difference has a colour
@@ -49,6 +49,7 @@ OVER_PLAIN = Quantity("tokens/s over plain", "ratio", lambda row: row["over_plai
 STEP = Quantity("whole step in plain steps", "plain steps", lambda row: row["step_over_plain"], 0.0, 1.0)
 VERIFY = Quantity("verification in plain steps", "plain steps", lambda row: row["verify_over_plain"], 0.0, 1.0)
 STEP_MS = Quantity("ms a step", "ms", lambda row: row["step_ms"])
+ACCEPTED = Quantity("acceptance by depth", "share", lambda row: (row["share"], None, None))
 TOTAL = Quantity("tokens/s of the batch", "tokens/s", lambda row: (row["tokens_per_s"], None, None))
 
 
@@ -112,6 +113,22 @@ def step_time_by_nodes(rows: Sequence[Record]) -> Figure | None:
         f"of the same prompts, prefill excluded, {INTERVALS}."
     )
     return _figure("step-time-by-nodes", "Time of a step over a plain step by nodes", caption, panels, rows)
+
+
+def acceptance(rows: Iterable[Record]) -> Figure | None:
+    """Draw acceptance by depth (docs/glossary.md), a line for each method that drafts; rows are of ``pool``."""
+    shown = [
+        {**row, "depth": depth, "share": share}
+        for row in rows
+        if row["status"] == "ok"
+        for depth, share in enumerate(row["acceptance_by_depth"], 1)
+    ]
+    panels = _line_panels(shown, _place("depth"), "depth of the accepted node", [ACCEPTED])
+    caption = (
+        "Share of the steps whose path reached the depth before, also at a leaf, that accepted a node at this depth, "
+        "over the prompts of all suites."
+    )
+    return _figure("acceptance-by-depth", "Acceptance by depth", caption, panels, shown)
 
 
 def batch(pooled: Mapping[int, Iterable[Record]]) -> Figure | None:

@@ -191,7 +191,9 @@ def plots_of(runs: Sequence[LoadedRun]) -> list[Drawn]:
     for run in runs:
         by_method = plots.speed(run.rows), plots.tau(run.rows)
         by_nodes = plots.tau_by_nodes(run.pooled), plots.step_time_by_nodes(run.pooled)
-        found += [(figure, [run]) for figure in (*by_method, *by_nodes, plots.context(run.rows))]
+        found += [
+            (figure, [run]) for figure in (*by_method, *by_nodes, plots.acceptance(run.pooled), plots.context(run.rows))
+        ]
         if "batch_size" in run.config:
             others = {name: value for name, value in run.config.items() if name != "batch_size"}
             by_config.setdefault(json.dumps(others), {}).setdefault(run.config["batch_size"], run)

@@ -153,8 +153,7 @@ class DecodeStep:
             timer.lap("draft_s")
         if not self._is_debug:
             draft = replace(draft, probs=None, grown=None)  # a graph keeps what its work returns
-        kept = logits if self._is_debug else None
-        path = path_logits, raw_path_logits, report
+        path, kept = (path_logits, raw_path_logits, report), logits if self._is_debug else None
         return LaunchedStep(draft, acceptance, *path, timer, logits=kept, path_probs=probs)
 
     def _limited(self, draft: Draft) -> Draft:
@@ -189,11 +188,12 @@ class DecodeStep:
         self._use(NoDrafter().start(self.lm.vocab_size, [], self.rng))
 
     def _use(self, run: DraftRun) -> None:
-        """Let a run draft, with the batch's logits processor."""
+        """Let a run draft, with the batch's sampling and logits processor."""
         self.capture.clear()
         capture, processing = self.capture, self.processing  # not this step, which would be a cycle
         run.launch = lambda run, key, work: capture.part(run, (*key, *processing.key), work)
-        self.run, run.processor, run.forced = run, processing.draft(self.seen), processing.forced
+        run.sampling, run.processor, run.forced = self.sampling, processing.draft(self.seen), processing.forced
+        self.run = run
 
     def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """Prefill a text in every row, in place of those that were there.

@@ -12,7 +12,7 @@ from stree.budget.controller import SIZES, START, StepHistory
 from stree.budget.policy import AutoBudget, BudgetPolicy
 from stree.decode.settings import Settings
 from stree.drafters import Drafter, FusedDrafter, NoDrafter, SuffixDrafter
-from stree.growth import Growth
+from stree.growth import Growth, checked_plan
 from stree.kernels.topology import most_nodes
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
@@ -75,7 +75,7 @@ def _tree_sizes(
     """Return the budget, its default for None, and the sizes that steps may have: one, or what "auto" chooses from."""
     if isinstance(budget, int):
         if growth is not None:
-            growth.plan(budget)  # refuses a fixed shape above the budget
+            checked_plan(growth, budget)  # refuses a fixed shape above the budget
         return budget, [budget]
     if isinstance(drafter, NoDrafter):
         return "auto", [1]
@@ -93,9 +93,9 @@ def _candidates(growth: Growth | None) -> list[int]:
     if growth is None:
         return [*SIZES]
     try:
-        plan = growth.plan(SIZES[-1])
+        plan = checked_plan(growth, SIZES[-1])
     except ValueError:  # a fixed shape of more nodes, which then names its own size
-        plan = growth.plan(MAX_FIXED)
+        plan = checked_plan(growth, MAX_FIXED)
     return [1, plan.num_nodes + 1] if plan.is_fixed else [*SIZES]
 
 

@@ -13,7 +13,7 @@ from stree.growth import Growth
 from stree.kernels.step.texts import Seen
 from stree.models.prefix_cache import Prefixes
 from stree.models.tree_lm import TreeLM
-from stree.sampling import Random
+from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs
 
@@ -84,6 +84,8 @@ class DraftRun:
             A decode step sets it.
         seen: the texts as the decode step found them, their pending tokens included; None in a run that is used alone.
         processor: processes a draft model's logits as the target's are; None where these are not processed.
+        sampling: temperature, top-k, top-p and min-p of the rows; ``sampling.probs(logits)`` are the distributions that
+            the target is sampled from.  None in a run that is used alone.
         forced: returns, for each row, tokens that certainly follow its pending one, which need no draft; or None.
         prefixes: from which a draft model starts the texts that ``begin`` brings, and what it keeps of them; or None.
     """
@@ -97,6 +99,7 @@ class DraftRun:
     launch: Callable[[DraftRun, tuple[Any, ...], Callable[[], Draft]], Draft] = staticmethod(_at_once)
     seen: Seen | None = None
     processor: TreeProcessor | None = None
+    sampling: AnySampling | None = None
     forced: Callable[[], Sequence[Sequence[int]]] | None = None
     prefixes: Prefixes | None = None
 
@@ -113,8 +116,9 @@ class DraftRun:
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Draft a tree of at most ``budget`` nodes below int64[batch] pending tokens, which are its roots.
 
-        ``pending`` is only read, and not after ``propose`` has returned.  What is returned is the step's from then on:
-        the run changes nothing of it, and reads it until ``observe`` returns, not later.
+        ``growth`` is bound to the sampling of the rows, or None where neither the caller nor ``default_growth`` names
+        one.  ``pending`` is only read, and not after ``propose`` has returned.  What is returned is the step's from
+        then on: the run changes nothing of it, and reads it until ``observe`` returns, not later.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement propose")
 
@@ -169,7 +173,7 @@ class Drafter:
 
     @property
     def default_growth(self) -> Growth | None:
-        """Growth for callers who name none; None where nothing is grown."""
+        """Growth for callers who name none; None (the base class's) lets ``propose`` have None then."""
         return None
 
     @property

@@ -134,6 +134,7 @@ class _FusedRun(DraftRun):
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Retrieve, draft with what the budget leaves, unite both trees."""
         self._retrieving.forced = self.forced
+        self._retrieving.sampling = self._drafting.sampling = self.sampling
         found = self._retrieving.propose(pending, growth, budget)
         retrieved = self._retrieved(found)
         is_kept = ~retrieved.tree.is_padding

@@ -14,7 +14,7 @@ from stree.growth.eagle2 import Eagle2
 from stree.growth.mcsd import DecisionStop, TargetInit
 from stree.growth.names import NamedGrowth, parse_growth, sized_growth
 from stree.growth.opt_tree import OptTree
-from stree.growth.plan import Layer, Plan, choose_slots
+from stree.growth.plan import Layer, Plan, checked_plan, choose_slots
 from stree.growth.rsd import RSDC, RSDS
 from stree.growth.sequoia import Sequoia
 from stree.growth.specinfer import SpecInfer
@@ -48,6 +48,7 @@ __all__ = [
     "Stop",
     "Stopped",
     "TargetInit",
+    "checked_plan",
     "choose_slots",
     "learns_alike",
     "parse_growth",

@@ -47,14 +47,25 @@ class BaseGrowth:
     """A growth whose acceptance model is the draft's own probability.
 
     Args:
-        sampling: sampling parameters that children are drawn with.
+        sampling: sampling parameters that children are drawn with; ``bind`` sets those of each batch, so ``repr`` has
+            none.
     """
 
-    sampling: AnySampling = field(default=Sampling(), kw_only=True)
+    sampling: AnySampling = field(default=Sampling(), kw_only=True, repr=False)
 
     def bind(self, sampling: AnySampling) -> Self:
-        """Return this growth for children drawn under ``sampling``."""
-        return replace(self, sampling=sampling)
+        """Return this growth for children drawn under ``sampling``.
+
+        Raises:
+            TypeError: a class that is no dataclass.
+        """
+        try:
+            return replace(self, sampling=sampling)
+        except TypeError as error:
+            name = type(self).__name__
+            raise TypeError(
+                f"{name} must be a frozen dataclass (@dataclass(frozen=True)) whose fields are its parameters: {error}"
+            ) from error
 
     def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
         """Return the draft's own probabilities as the acceptance model."""
@@ -121,5 +132,4 @@ def _with_depth(growth: Any, depth: int) -> Growth:
 
 def learns_alike(first: Growth, second: Growth) -> bool:
     """Whether two growths may share an acceptance model: they differ at most in the parameters of drawn children."""
-    names = (repr(growth.bind(Sampling(0.0 if growth.sampling.is_greedy else 1.0))) for growth in (first, second))
-    return next(names) == next(names)
+    return repr(first) == repr(second) and first.sampling.is_greedy == second.sampling.is_greedy

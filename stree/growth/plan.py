@@ -15,7 +15,7 @@ Terms that the whole package uses:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from stree.kernels.constants import constant
 from stree.kernels.tree_growth.api import choose
 from stree.kernels.tree_growth.operands import Terms
 
-__all__ = ["Drawing", "Layer", "Plan", "choose_slots"]
+__all__ = ["Drawing", "Layer", "Plan", "checked_plan", "choose_slots"]
 
 # How children are obtained when sampling: drawn without replacement, drawn with replacement, or the most probable
 # tokens, taken without randomness (kind DELTA).  At temperature 0 every growth takes the most probable tokens.
@@ -45,6 +45,10 @@ class Layer:
             A slot is taken if the budget also covers all nodes of at least its value that are expected below the
             slots before it.  None: choose by the plan's threshold.
         shares: whether slots below the plan's threshold are taken up to an equal share of the remaining nodes.
+
+    Raises:
+        TypeError: ``slots`` that are no tuple.
+        ValueError: another number of slots than ``width``.
     """
 
     width: int
@@ -53,6 +57,14 @@ class Layer:
     leaves: int = 0
     below: tuple[float, ...] | None = None
     shares: bool = True
+
+    def __post_init__(self) -> None:
+        if self.slots is None:
+            return
+        if not isinstance(self.slots, tuple):
+            raise TypeError(f"Layer.slots must be a tuple of integers or None, got {self.slots!r:.80}")
+        if len(self.slots) != self.width:
+            raise ValueError(f"Layer.width must be the number of slots, {len(self.slots)}, got {self.width}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +91,48 @@ class Plan:
     drawing: Drawing = "distinct"
     is_fixed: bool = False
     max_depth: int | None = None
+
+
+def checked_plan(growth: Any, budget: int) -> Plan:
+    """Return a growth's plan; the message of an error names the class and the field.
+
+    Raises:
+        TypeError: what is returned is no plan of layers, or the growth cannot be hashed.
+        ValueError: more nodes than the budget, or slots that are not below the layer before, occur twice, or leave out
+            an earlier sibling; also what ``plan`` itself raises.
+    """
+    plan, name = growth.plan(budget), type(growth).__name__
+    try:
+        hash(growth)
+    except TypeError as error:
+        raise TypeError(f"the fields of {name} must be hashable, tuples instead of lists: {error}") from error
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{name}.plan must return a Plan, got {plan!r:.80}")
+    if not isinstance(plan.layers, tuple) or not all(isinstance(layer, Layer) for layer in plan.layers):
+        raise TypeError(f"{name}.plan must return a Plan whose layers are a tuple of Layer, got {plan.layers!r:.80}")
+    least = max(plan.num_nodes, sum(layer.width for layer in plan.layers if layer.slots is not None))
+    if least + 1 > budget:
+        raise ValueError(
+            f"{name}.plan({budget}) has {least + 1} nodes, root included; plan must raise ValueError for a budget that "
+            "is too small for it"
+        )
+    above = 1
+    for depth, layer in enumerate(plan.layers, 1):
+        before = set[int]()
+        for slot in layer.slots or ():
+            rank = slot % layer.ranks
+            if not 0 <= slot < above * layer.ranks:
+                problem = f"must be below {above * layer.ranks}: {above} nodes above x {layer.ranks} ranks"
+            elif slot in before:
+                problem = "must not occur twice"
+            elif rank and slot - 1 not in before:
+                problem = f"is rank {rank} of its parent, so rank {rank - 1}, slot {slot - 1}, must come before it"
+            else:
+                before.add(slot)
+                continue
+            raise ValueError(f"{name}.plan({budget}): slot {slot} of layers[{depth - 1}].slots {problem}")
+        above = layer.width
+    return plan
 
 
 def choose_slots(

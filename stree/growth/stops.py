@@ -26,7 +26,8 @@ __all__ = ["Confidence", "Stop", "Stopped", "StoppedGrowth", "StoppedModel", "ch
 class Stop:
     """A rule that ends the growth of a sequence's tree; the base class never does.
 
-    A rule of your own overrides one of the methods and is attached to a growth by ``Stopped(growth, rule)``.
+    A rule of your own is a frozen dataclass, so that statistics show its parameters.  It overrides one of the methods
+    and is attached to a growth by ``Stopped(growth, rule)``.
     """
 
     def goes_on(self, depth: int, values: Tensor) -> Tensor | None:

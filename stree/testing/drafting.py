@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stree.checks import check_object
 from stree.drafters import Draft, Drafter
-from stree.growth import Chain, Growth, Static
+from stree.growth import Chain, Growth, Static, checked_plan
 from stree.sampling import Random, Sampling
 from stree.testing.distributions import drawn_problem, emitted_problem
 from stree.testing.enumeration import DRAFTS, PLAIN, drafts_of, with_own_probs
@@ -140,6 +140,7 @@ class Drafting:
         def run(rng: Random, cases: Tensor) -> tuple[Draft, Draft]:
             roots = torch.zeros_like(cases)
             drafting = self.drafter.start(self.vocab, [[0]] * len(cases), rng.at(roots + 1))
+            drafting.sampling = self.sampling
             draft = drafting.propose(roots, growth, budget)
             inspect(draft, roots)
             first = replace(draft, tree=TokenTree(draft.tree.tokens.clone(), draft.tree.parents.clone()))
@@ -190,8 +191,12 @@ def check_growth(
         target, draft = make(vocab_size, seed)
         where = f", {kind} models of seed {seed}"
         drafting = Drafting(name, table_drafter(draft), growth, sampling, vocab_size, where=where, notes=notes)
-        for size in sizes:
-            drafting.check_step(size, [target, TableModel.random(vocab_size, seed + 7)], seed)
+        for number, size in enumerate(sizes):
+            try:
+                drafting.check_step(size, [target, TableModel.random(vocab_size, seed + 7)], seed)
+            except TooManyOutcomes as error:
+                feasible = f"; budget={sizes[number - 1]} is feasible" if number else ""
+                raise TooManyOutcomes(f"budget {size} of {name}: {error}{feasible}") from error
         if kind == "random":
             drafting.check_two_steps(sizes[0])
         worst, cases, notes = max(worst, drafting.worst), cases + drafting.cases, drafting.notes
@@ -203,7 +208,7 @@ def _sizes(growth: Growth, budget: int) -> list[int]:
     sizes, reason = [], None
     for size in range(2, budget + 1):
         try:
-            growth.plan(size)
+            checked_plan(growth, size)
             sizes.append(size)
         except ValueError as error:
             reason = error

@@ -127,7 +127,7 @@ def drafts_of(
 
     def propose(rng: Random, cases: Tensor) -> Draft:
         run = drafter.start(vocab, [[root]] * len(cases), rng.at(torch.ones_like(cases)))
-        roots = torch.full_like(cases, root)
+        run.sampling, roots = sampling, torch.full_like(cases, root)
         draft = run.propose(roots, bound, budget)
         if inspect is not None:
             inspect(draft, roots)

@@ -232,6 +232,13 @@ def save_run(path: Path, batch_size: int) -> Path:
     return path
 
 
+def test_acceptance_by_depth_has_a_line_for_each_method_that_drafts() -> None:
+    rows = [row("plain", acceptance_by_depth=[]), row("chain:2", acceptance_by_depth=[0.75, 0.5])]
+    (axes,) = drawn(plots.acceptance(rows)).axes
+    assert dots(axes) == {"chain:2, 1: 0.75": [1.0, 0.75], "chain:2, 2: 0.5": [2.0, 0.5]}
+    assert plots.acceptance(rows[:1]) is None
+
+
 def test_files_and_page_hold_the_plots_and_the_commands_of_their_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

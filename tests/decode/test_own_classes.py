@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers.tiny_models import patched, tiny_model
 from torch import Tensor
 
 import stree
-from stree.drafters import DRAFTERS, Drafter, FusedDrafter, ModelDrafter, SuffixDrafter, load
+from stree.drafters import DRAFTERS, Drafter, DraftRun, FusedDrafter, ModelDrafter, SuffixDrafter, load
 from stree.growth import Chain, DepthStop, Growth, Static, Stop, Stopped, TargetInit
 from stree.sampling import AnySampling, Random, Sampling
 from stree.testing import TableLM, TableModel, table_drafter
@@ -61,6 +62,21 @@ def generate(drafter: Drafter | None = None, **options: Any) -> stree.Generation
     drafter = table_drafter(DRAFT) if drafter is None else drafter
     options = {"growth": Static([2, 1]), "budget": 5, "sampling": PLAIN, "max_new_tokens": 30, "seed": 4, **options}
     return stree.generate(TableLM(TARGET).as_lm(), [[0, 3], [2]], drafter, **options)
+
+
+def test_a_run_knows_the_sampling_of_its_rows_and_statistics_show_no_other() -> None:
+    runs: list[Any] = []
+
+    class Asking(Drafter):
+        def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+            runs.append(SuffixDrafter().start(vocab_size, prompts, rng))
+            return runs[0]  # type: ignore[no-any-return]
+
+    generate(Asking(), sampling=[Sampling(0.7), Sampling(1.5, top_k=2)])
+    logits = torch.randn(2, 5, dtype=torch.float64)
+    probs = torch.cat([Sampling(0.7).probs(logits[:1]), Sampling(1.5, top_k=2).probs(logits[1:])])
+    assert torch.allclose(runs[0].sampling.probs(logits), probs)
+    assert generate(sampling=Sampling(0.7)).stats["growth"] == "Static(shape=(2, 1))"
 
 
 def test_an_object_verifies_as_the_rule_of_a_name() -> None:

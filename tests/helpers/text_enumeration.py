@@ -65,6 +65,7 @@ def joint_of_loop(
         batch = len(cases)
         pending, count = torch.zeros(batch, dtype=torch.long), torch.zeros(batch, 1, dtype=torch.long)
         run = drafter.start(vocab, [[0]] * batch, rng.at(1 + count[:, 0]))
+        run.sampling = sampling
         text = torch.zeros(batch, length * (budget + 1), dtype=torch.long)
         for _ in range(length):
             draft = run.propose(pending, bound, budget)
