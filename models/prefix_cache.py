@@ -18,6 +18,7 @@ from stree.tree import TokenTree
 __all__ = ["KeptPrefix", "PrefixCache", "Prefixes", "PromptRun"]
 
 LEAST_BRANCH = 64  # tokens that a text must share with another, behind the state that it starts from, to be kept
+LEAST_SHARED = 16  # the same where a request says that they are shared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,8 +188,9 @@ class PromptRun:
             self.logits = state.lengths.new_zeros(0) if kept.logits is None else kept.logits
             self._hidden += [] if kept.hidden is None else [kept.hidden]
         self._done = self.num_cached
-        borders = {branch if branch >= self._done + LEAST_BRANCH else 0, min(prefixes.shared, len(prompt))}
-        self._borders = sorted({len(prompt)} | (borders if prefixes.keeps else set()))
+        leasts = (branch, LEAST_BRANCH), (min(prefixes.shared, len(prompt)), LEAST_SHARED)
+        borders = {border for border, least in leasts if prefixes.keeps and border >= self._done + least}
+        self._borders = sorted({len(prompt)} | borders)
 
     @property
     def hidden(self) -> Tensor | None:
