@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree.kernels.dispatch import backend_of, uses_triton
+from stree.kernels.dispatch import uses_triton
 from stree.kernels.tiles import padded
 
 __all__ = ["DeferredPath", "copy_rows", "defer_path", "path_on_columns", "path_on_nodes"]
@@ -63,10 +63,6 @@ def path_on_columns(path: Tensor, path_lengths: Tensor, numbers: Tensor | None, 
                 0 if numbers is None else numbers.stride(0), PLACES=padded(m), num_warps=1,
             )  # fmt: skip
         return columns, count
-    if backend_of(path) == "cpu":
-        from stree.kernels.step import cpu  # imports numba
-
-        return cpu.path_on_columns(path, path_lengths, numbers, num_run)
     nodes = path[:, :-1].clamp(min=0)
     if numbers is not None:
         nodes = numbers.gather(1, nodes.long()).to(torch.int32)
@@ -100,10 +96,6 @@ def path_on_nodes(path: Tensor, path_lengths: Tensor, n: int) -> tuple[Tensor, T
                 NODES=padded(n), PLACES=padded(m), num_warps=1,
             )  # fmt: skip
         return is_on, is_live
-    if backend_of(path) == "cpu":
-        from stree.kernels.step import cpu  # imports numba
-
-        return cpu.path_on_nodes(path, path_lengths, n)
     node, place = (torch.arange(size, device=path.device) for size in (n, m))
     is_there = (path[:, None] == node[:, None]) & (place < path_lengths[:, None])[:, None]
     return is_there.any(-1).float(), path_lengths > 0

@@ -1,7 +1,6 @@
 """The texts of a batch on the device: their tokens, where each ends, and what a step appends to them.
 
-Where the host can read them they are one function compiled with numba, where Triton launches one launch, elsewhere
-torch's operators, the specification; the values are the same.
+On the CPU these are torch's operators, where Triton launches they are one launch; the values are the same.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import backend_of, host_can_read, uses_triton
+from stree.kernels.dispatch import host_can_read, uses_triton
 from stree.kernels.tiles import padded
 
 __all__ = ["Seen", "Texts", "emit", "unchecked_maxima"]
@@ -131,10 +130,6 @@ def emit(
     """
     if uses_triton(tokens):
         return _emit_in_one(tokens, path, path_lengths, next_token, texts, highest, may_be_infinite=may_be_infinite)
-    if highest is None and backend_of(tokens) == "cpu":
-        from stree.kernels.step import cpu  # imports numba
-
-        return cpu.emit(tokens, path, path_lengths, next_token, texts)
     place = torch.arange(path.shape[1], device=path.device)
     length, before = path_lengths.long()[:, None], texts.lengths[:, None]
     following = next_token[:, None]

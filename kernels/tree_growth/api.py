@@ -2,8 +2,8 @@
 
 They take tensors only: no plan, no drafter, no model.  Where Triton is used (`stree.kernels.dispatch.uses_triton`) each
 is one launch whose grid and build depend on sizes alone; in float64 and beyond MAX_SLOTS or MAX_NODES it is
-`stree.kernels.tree_growth.reference`, the specification; on the CPU it is compiled with numba where `cpu`,
-`cpu_columns` and `cpu_ratings` have it.
+`stree.kernels.tree_growth.reference`, the specification; on the CPU it is compiled with numba where `cpu` and
+`cpu_ratings` have it.
 """
 
 from __future__ import annotations
@@ -124,13 +124,8 @@ def begin(seen: Seen, room: int) -> Columns:
         seen: the texts; none is empty.
         room: columns.
     """
-    backend = backend_of(seen.pending)
-    if backend == "reference":
+    if not uses_triton(seen.pending):
         return reference.begin(seen, room)
-    if backend == "cpu":
-        from stree.kernels.tree_growth import cpu_columns  # imports numba
-
-        return cpu_columns.begin(seen, room)
     check_launch("begin", seen.pending)
     from stree.kernels.tree_growth import columns_kernel
 
@@ -208,13 +203,8 @@ def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
         kept: int64[batch, n] nodes, each behind its parent; None for all.
         size: columns in use.
     """
-    backend = backend_of(columns.tokens)
-    if backend == "reference":
+    if not uses_triton(columns.tokens):
         return reference.cut(columns, kept, size)
-    if backend == "cpu":
-        from stree.kernels.tree_growth import cpu_columns  # imports numba
-
-        return cpu_columns.cut(columns, kept, size)
     check_launch("cut", columns.tokens)
     from stree.kernels.tree_growth import columns_kernel
 
