@@ -16,7 +16,7 @@ from stree.bench.unrolled import UnrolledLM
 from stree.decode.stats import PARTS
 from stree.decode.step_cache import step_cache_of
 from stree.decode.step_records import AcceptedCounts, StepRecord
-from stree.drafters import Drafter, FusedDrafter, NoDrafter, SuffixDrafter, load
+from stree.drafters import DRAFTERS, Drafter, FusedDrafter, SuffixDrafter, load
 from stree.generation import GenerationError, generate
 from stree.kernels.clock import compile_seconds
 from stree.models.state_size import measure_state
@@ -192,10 +192,8 @@ def _drafter(pair: Pair, method: Method) -> Drafter:
 
 
 def _new_drafter(pair: Pair, method: Method) -> Drafter:
-    if method.drafter == "none":
-        return NoDrafter()
-    if method.drafter == "suffix":
-        return SuffixDrafter()
+    if method.drafter in DRAFTERS:
+        return DRAFTERS[method.drafter](pair.target)
     draft = pair.drafter or pair.head
     if draft is None:
         raise NotImplementedError(f"method {method.name!r} needs a draft model or head; give one with --drafter")

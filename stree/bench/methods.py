@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, replace
 
 from stree.checks import check_counts
+from stree.drafters import DRAFTERS
 from stree.growth import Chain, Growth, TargetInit, parse_growth
 from stree.verify import VERIFIERS, ForcedLength, TypicalAcceptance, Verifier
 
@@ -36,7 +37,7 @@ class Method:
 
     Attributes:
         name: as on the command line.
-        drafter: "model", "suffix", "fused", "none", or one of ``PEERS``, whose own generation runs.
+        drafter: "model", "fused", one of ``DRAFTERS``, or one of ``PEERS``, whose own generation runs.
         growth: shape of a draft model's trees, or None.
         budget: most nodes a step, root included, or "auto"; of a mode of transformers, one more than the tokens that it
             drafts a step.
@@ -106,7 +107,8 @@ def parse_methods(text: str, verifier: str = "auto") -> list[Method]:
     ``transformers-assistant[:TOKENS]``, transformers' prompt lookup, and its assisted generation with the drafter; any
     growth by the name that ``growth=`` takes (``stree.growth.names``), with 16 nodes where neither the name nor the
     shape says how many; ``chain:FROM-TO``, a chain whose depth is tuned on prompts that are not measured;
-    ``suffix[:NODES]``, ``fused[:NODES]``; ``auto``, the library's own choice; and baselines that verify the
+    ``suffix[:NODES]``, ``fused[:NODES]`` and any other name in ``stree.drafters.DRAFTERS``, likewise; ``auto``, the
+    library's own choice; and baselines that verify the
     same tree in another way, ``unrolled[:GROWTH]`` its paths as rows of a batch, ``snapshot[:GROWTH]`` with a state for
     every node, ``replay[:GROWTH]`` with a second run over the accepted path; and ``lossy-typical[:GROWTH]``, Medusa's
     typical acceptance, which is not lossless.  ``@VERIFIER`` behind any of them chooses its verifier.
@@ -143,7 +145,7 @@ def _parse(name: str, verifier: str) -> Method:
         return Method(name, drafter, None, budget, verifier)
     if kind in ASSISTED and re.fullmatch(r"\d*", shape):
         return Method(name, kind, None, int(shape or TOKENS) + 1, verifier)
-    if kind in RETRIEVAL and re.fullmatch(r"\d*", shape):
+    if (kind in RETRIEVAL or kind in DRAFTERS) and re.fullmatch(r"\d*", shape):
         return Method(name, kind, None, int(shape or BUDGET), verifier)
     chain = re.fullmatch(r"chain:(\d+)-(\d+)", rest)
     if chain:
@@ -155,7 +157,7 @@ def _parse(name: str, verifier: str) -> Method:
     try:
         named = parse_growth((shape or f"dyspec:{BUDGET}") if baseline or kind == TYPICAL else rest)
     except ValueError as error:
-        known = ", ".join([*ALONE, *ASSISTED, *RETRIEVAL, *BASELINES, TYPICAL])
+        known = ", ".join([*ALONE, *ASSISTED, *dict.fromkeys((*RETRIEVAL, *DRAFTERS)), *BASELINES, TYPICAL])
         raise ValueError(f"method {name!r} is unknown; known are {known}, and growths: {error}") from error
     budget = _nodes(named.growth) if named.budget is None else named.budget
     return Method(name, "model", named.growth, budget, rule, baseline)

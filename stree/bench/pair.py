@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from transformers.utils import logging
 
 from stree.bench.smollm2 import named, prepared
-from stree.drafters import Drafter
+from stree.drafters import DRAFTERS, Drafter
 from stree.heads import CausalHead, MaskedDiffusion, OneShotHead, head_layout, load
 from stree.inputs import ASSETS, load_tokenizer, locate
 from stree.models.common_vocabulary import in_vocabulary_of
@@ -74,11 +75,18 @@ class Pair:
             NotImplementedError: ``drafter_vocab`` and a head that cannot be trimmed.
         """
         logging.set_verbosity_error()
+        getLogger("huggingface_hub").setLevel("ERROR")  # a line for every time that it tries again
         logging.disable_progress_bar()
         if drafter is None:
             drafter = "bundled" if target == "bundled" else "none"
         source = locate(prepared(target), "target")
         drafter_source = None if drafter == "none" else locate(prepared(drafter), "drafter")
+        name = drafter_source or "mtp"
+        if name != "mtp" and "/" not in name and not Path(name).is_dir():
+            raise ValueError(
+                "--drafter must be 'bundled', 'smollm2', 'mtp', 'none', a folder, or a hub id OWNER/NAME, got "
+                f"{drafter!r}; drafters without a model are --methods: {', '.join(sorted(DRAFTERS.keys() - {'mtp'}))}"
+            )
         is_head = drafter == "mtp" or (drafter_source is not None and head_layout(drafter_source) is not None)
         if drafter_vocab is not None:  # checked before weights are loaded
             if drafter_source is None:

@@ -18,6 +18,7 @@ from stree.cli.distill import add_distill
 from stree.cli.doctor import add_doctor
 from stree.cli.export_generate import add_export_generate
 from stree.cli.generate import add_generate
+from stree.cli.importing import import_own
 from stree.cli.info import add_info
 from stree.cli.serve import add_serve
 from stree.cli.settings import take_settings
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["serve"]:
             take_settings(commands.choices["serve"], argv, os.environ)
         arguments = parser.parse_args(argv)
+        import_own(getattr(arguments, "import", None))
         return int(arguments.run(arguments))
     except (ValueError, TypeError, RuntimeError, OSError) as error:  # a generation that failed is a RuntimeError
         print(f"stree: error: {error}", file=sys.stderr)

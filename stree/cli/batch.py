@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.cli.generate import generation_options, prepare
+from stree.cli.importing import import_own
 from stree.cli.options import add_command, add_generation
 
 __all__ = ["add_batch"]
@@ -47,6 +48,9 @@ def _batch(arguments: argparse.Namespace) -> int:
     options = generation_options(arguments)
     for name in ("target", "tokenizer", "drafter", "datastore", "drafter_vocab"):  # workers may be in another folder
         setattr(arguments, name, _absolute(getattr(arguments, name)))
+    own = (getattr(arguments, "import") or "").split(",")
+    files = [str(Path(name).resolve()) if name.endswith(".py") else name for name in own]
+    setattr(arguments, "import", ",".join(files))
     settings = {"input": checksum(arguments.input)}
     rows = read_rows(arguments.input)
     prepare(arguments)  # names mistakes, and fills in the default drafter
@@ -101,6 +105,7 @@ def load_rows(arguments: argparse.Namespace) -> Any:
     """Load the models in a worker."""
     from stree.integrations.batch_generate import RowGenerator
 
+    import_own(getattr(arguments, "import"))
     options = generation_options(arguments)
     tokenizer, load = prepare(arguments)
     lm, drafter = load()

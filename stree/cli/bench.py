@@ -14,7 +14,7 @@ from typing import Any
 from stree.cli.bench_options import add_bench_command, add_models, load_pair, numbers_of
 from stree.cli.compiling import advice
 from stree.cli.fit_rates import add_fit_rates
-from stree.cli.options import add_drafter_vocab
+from stree.cli.options import add_drafter_vocab, add_import
 from stree.growth_names import GROWTHS
 
 __all__ = ["add_bench"]
@@ -57,6 +57,7 @@ def _add_run(bench: Any) -> None:
     )
     add_models(command)
     add_drafter_vocab(command)
+    add_import(command)
     command.add_argument(
         "--suite",
         default="bundled",

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
     from stree.models.families import config_of_text_model, family_of
 
     logging.set_verbosity_error()
+    getLogger("huggingface_hub").setLevel("ERROR")  # a line for every time that it tries again
     logging.disable_progress_bar()
     # Configs and tokenizers come before weights, so that mistakes are named at once.
     target = locate(arguments.target, "target")
@@ -220,7 +222,7 @@ def _config(arguments: argparse.Namespace, name: str) -> Any:
 
 def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Callable[[Any], Any]:
     """Check the options of the drafter; return what loads it for a target."""
-    from stree.drafters import FusedDrafter, NoDrafter, SuffixDrafter
+    from stree.drafters import DRAFTERS, FusedDrafter, NoDrafter, SuffixDrafter
 
     name = arguments.drafter
     kind, _, rest = name.partition(":")
@@ -234,6 +236,8 @@ def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Callable[[Any], A
         if arguments.drafter_vocab is not None:
             raise ValueError(f"--drafter-vocab trims a draft model's head; --drafter {name} has none")
         return lambda _: NoDrafter() if name == "none" else SuffixDrafter(store)
+    if name in DRAFTERS and name != "mtp":  # of the user
+        return DRAFTERS[name]
     load = _drafting(arguments, rest or "bundled" if is_fused else name, tokenizer)
     return lambda lm: FusedDrafter(load(lm), SuffixDrafter(store)) if is_fused else load(lm)
 

@@ -1,13 +1,17 @@
-"""Importing large libraries without garbage collection."""
+"""Importing large libraries without garbage collection, and modules of the user."""
 
 from __future__ import annotations
 
 import atexit
 import gc
+import importlib
+import importlib.util
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
-__all__ = ["import_models", "without_collection"]
+__all__ = ["import_models", "import_own", "without_collection"]
 
 
 @contextmanager
@@ -33,3 +37,33 @@ def import_models() -> None:
         from transformers import AutoTokenizer  # noqa: F401
 
         import stree.warming  # noqa: F401
+
+
+def import_own(names: str | None) -> None:
+    """Import what ``--import`` names, modules on the path or .py files, with commas between them, once each.
+
+    Raises:
+        ValueError: no such file, or what an import has raised.
+    """
+    for name in filter(None, (names or "").split(",")):
+        try:
+            if name.endswith(".py"):
+                _import_file(Path(name).resolve())
+            else:
+                importlib.import_module(name)
+        except Exception as error:  # a module of the user raises anything
+            raise ValueError(f"--import {name}: {type(error).__name__}: {error}") from error
+
+
+def _import_file(path: Path) -> None:
+    """Run a file as the module that is named by its path."""
+    if str(path) in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(str(path), path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = sys.modules[str(path)] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[str(path)]
+        raise

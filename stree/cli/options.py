@@ -11,8 +11,8 @@ from typing import Any
 from stree.growth_names import GROWTHS
 
 __all__ = [
-    "add_command", "add_device", "add_drafter_vocab", "add_drafting", "add_generation", "add_grammar", "add_launching",
-    "add_rules", "add_target", "grammar_of", "token_rules_of",
+    "add_command", "add_device", "add_drafter_vocab", "add_drafting", "add_generation", "add_grammar", "add_import",
+    "add_launching", "add_rules", "add_target", "grammar_of", "token_rules_of",
 ]  # fmt: skip
 
 
@@ -40,6 +40,15 @@ def add_device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
 
 
+def add_import(command: argparse.ArgumentParser) -> None:
+    """Add the option that imports modules of the user; ``stree.cli.main`` does so before a command runs."""
+    command.add_argument(
+        "--import", default=None, metavar="MODULE,...",
+        help="modules on the path or .py files that enter drafters, growths and verifiers of your own under names "
+        "(stree.drafters.DRAFTERS, stree.growth.GROWTHS, stree.verify.VERIFIERS)",
+    )  # fmt: skip
+
+
 def add_launching(command: argparse.ArgumentParser) -> None:
     """Add the options that choose how steps are launched."""
     command.add_argument("--eager", action="store_true", help="do without CUDA graphs")
@@ -50,6 +59,7 @@ def add_generation(command: argparse.ArgumentParser, *, default_budget: str | No
     """Add the options of every command that generates: models, drafting, sampling, limits."""
     add_target(command)
     add_drafting(command, default_budget=default_budget)
+    add_import(command)
     command.add_argument("--chat", action="store_true", help="put a prompt into the tokenizer's chat template")
     command.add_argument(
         "--prefill-chunk", type=int, default=None, help="most prompt tokens run at once; bounds memory"

@@ -13,7 +13,7 @@ from typing import Any
 from stree.cli.compiling import advice
 from stree.cli.generate import drafting_options, prepare
 from stree.cli.importing import without_collection
-from stree.cli.options import add_command, add_device, add_drafting, add_launching
+from stree.cli.options import add_command, add_device, add_drafting, add_import, add_launching
 from stree.cli.settings import add_config
 
 __all__ = ["add_serve"]
@@ -31,6 +31,7 @@ def add_serve(commands: Any) -> None:
     command.add_argument("--tokenizer", default=None, help="a folder or hub id, where the target's own has none")
     command.add_argument("--name", default=None, help="the model's name in requests; MODEL by default")
     add_drafting(command, default_budget="auto")
+    add_import(command)
     command.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of the machine's")
     command.add_argument("--port", type=int, default=8000, help="port to listen at")
     command.add_argument("--uds", type=Path, help="Unix socket to listen at, instead of host and port")

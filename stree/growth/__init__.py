@@ -12,7 +12,7 @@ from stree.growth.depth_stop import DepthStop
 from stree.growth.dyspec import DySpec
 from stree.growth.eagle2 import Eagle2
 from stree.growth.mcsd import DecisionStop, TargetInit
-from stree.growth.names import NamedGrowth, parse_growth, sized_growth
+from stree.growth.names import GROWTHS, NamedGrowth, parse_growth, sized_growth
 from stree.growth.opt_tree import OptTree
 from stree.growth.plan import Layer, Plan, checked_plan, choose_slots
 from stree.growth.rsd import RSDC, RSDS
@@ -22,6 +22,7 @@ from stree.growth.static import Static
 from stree.growth.stops import Confidence, Stop, Stopped
 
 __all__ = [
+    "GROWTHS",
     "RSDC",
     "RSDS",
     "AcceptanceModel",

@@ -30,9 +30,9 @@ from stree.growth.sequoia import Sequoia
 from stree.growth.specinfer import SpecInfer
 from stree.growth.static import Static
 from stree.growth.stops import Confidence
-from stree.growth_names import GROWTHS
+from stree.growth_names import GROWTHS as FORMS
 
-__all__ = ["NamedGrowth", "parse_growth", "sized_growth"]
+__all__ = ["GROWTHS", "NamedGrowth", "parse_growth", "sized_growth"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +63,11 @@ class _Fixed:
     make: Callable[[list[int]], Growth]
 
 
-DYNAMIC: dict[str, Any] = {  # classes
+# Classes that fill a budget; a frozen dataclass of your own may be entered under another name.
+GROWTHS: dict[str, Any] = {
     "calibrated": Calibrated, "dyspec": DySpec, "sequoia": Sequoia, "opt-tree": OptTree, "eagle2": Eagle2
 }  # fmt: skip
+BUILT_IN = frozenset(GROWTHS)
 FIXED = {
     "chain": _Fixed("chain:DEPTH", 1, lambda numbers: Chain(numbers[0])),
     "static": _Fixed("static:WIDTH,...", None, Static),
@@ -124,19 +126,20 @@ def parse_growth(text: str) -> NamedGrowth:
     try:
         if name in FORMER:
             raise ValueError(f"it is now written {FORMER[name]}")
-        if name not in DYNAMIC and name not in FIXED:
+        if name not in GROWTHS and name not in FIXED:
             raise ValueError(f"no growth is named {name!r}")
-        named = _dynamic(name, items) if name in DYNAMIC else NamedGrowth(_fixed(FIXED[name], items), None)
+        named = _dynamic(name, items) if name in GROWTHS else NamedGrowth(_fixed(FIXED[name], items), None)
         for stop in stops:
             named = replace(named, growth=_stopped(named.growth, stop))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"growth {text!r} cannot be read: {error}; growths are {GROWTHS}") from error
+        own = sorted(GROWTHS.keys() - BUILT_IN)
+        raise ValueError(f"growth {text!r} cannot be read: {error}; growths are {', '.join([FORMS, *own])}") from error
     return named
 
 
 def _dynamic(name: str, items: list[str]) -> NamedGrowth:
     """Read the size and the options of a growth that fills a budget."""
-    growth, budget = DYNAMIC[name], None
+    growth, budget = GROWTHS[name], None
     options: dict[str, Any] = {}
     known = [field.name for field in fields(growth) if field.name in OPTIONS]
     size = re.fullmatch(r"(\d+)(?:x(\d+))?", items[0]) if items else None

@@ -10,8 +10,8 @@ import pytest
 from stree import growth as growths
 from stree.bench.methods import parse_methods
 from stree.growth import NamedGrowth, parse_growth, sized_growth
-from stree.growth.names import DYNAMIC, FIXED, OPTIONS, STOPS
-from stree.growth_names import GROWTHS
+from stree.growth.names import FIXED, GROWTHS, OPTIONS, STOPS
+from stree.growth_names import GROWTHS as FORMS
 
 NAMES: dict[str, tuple[growths.Growth, int | None]] = {
     "calibrated": (growths.Calibrated(), None),
@@ -52,9 +52,9 @@ def test_a_name_is_one_growth_and_one_budget_wherever_it_is_read(text: str) -> N
 
 
 def test_the_help_names_every_growth_and_stop_rule() -> None:
-    named = re.findall(r"\+?[a-z][a-z0-9-]*", GROWTHS)
-    assert {*DYNAMIC, *FIXED, *(f"+{stop}" for stop in STOPS)} <= {*named}
-    kinds = {name: growth.__dataclass_fields__ for name, growth in DYNAMIC.items()}
+    named = re.findall(r"\+?[a-z][a-z0-9-]*", FORMS)
+    assert {*GROWTHS, *FIXED, *(f"+{stop}" for stop in STOPS)} <= {*named}
+    kinds = {name: growth.__dataclass_fields__ for name, growth in GROWTHS.items()}
     assert all(any(option in kind for kind in kinds.values()) for option in OPTIONS), "no option is of no growth"
 
 

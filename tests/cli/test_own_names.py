@@ -1,0 +1,64 @@
+"""``--import`` enters drafters, growths and verifiers of a user's own under names, for commands and benches."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stree.bench.methods import parse_methods
+from stree.cli import main
+from stree.drafters import DRAFTERS
+from stree.growth import GROWTHS, parse_growth
+from stree.verify import VERIFIERS
+
+OWN = """
+from dataclasses import dataclass
+import stree
+from stree.growth import BaseGrowth, Layer, Plan
+
+@dataclass(frozen=True)
+class Wide(BaseGrowth):
+    width: int = 2
+    def plan(self, budget):
+        return Plan((Layer(self.width, self.width),), min(self.width, budget - 1))
+
+class Repeat(stree.drafters.SuffixDrafter):
+    pass
+
+stree.growth.GROWTHS["wide"] = Wide
+stree.drafters.DRAFTERS["repeat"] = lambda target: print("made by name") or Repeat()
+stree.verify.VERIFIERS["mine"] = stree.verify.VERIFIERS["match"]
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    yield path
+    for registry, name in ((DRAFTERS, "repeat"), (GROWTHS, "wide"), (VERIFIERS, "mine")):
+        registry.pop(name, None)
+
+
+def test_names_of_an_imported_file_are_read(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["generate", "def f", "--import", str(own), "--drafter", "repeat", "--max-new-tokens", "2", "--json"]) == 0
+    )
+    assert "made by name" in capsys.readouterr().out
+    assert str(parse_growth("wide:8,width=3").growth) == "Wide(width=3)"
+    (method,) = parse_methods("repeat:8@mine")
+    assert (method.drafter, method.budget, method.verifier) == ("repeat", 8, "mine")
+
+
+@pytest.mark.parametrize(("name", "message"), [("none.py", "FileNotFoundError"), ("no_module", "No module named")])
+def test_what_cannot_be_imported_is_one_line(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "x", "--import", name]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"stree: error: --import {name}: ") and message in error and error.count("\n") == 1
+
+
+def test_a_bench_drafter_of_no_name_is_refused_without_the_network(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["bench", "run", "--drafter", "repeat", "--out", str(tmp_path / "out")]) == 2
+    assert "got 'repeat'; drafters without a model are --methods" in capsys.readouterr().err
