@@ -194,6 +194,7 @@ def _print_runs(runs: Any, arguments: argparse.Namespace) -> None:
     """Print runs in the format that is asked for; by default as tables, to which JSON adds a line."""
     from stree.bench.formats import acceptance_table, csv_rows, latex
     from stree.bench.report import markdown
+    from stree.bench.tables import interval_note
 
     if arguments.csv:
         print(csv_rows([(run.name, run.rows) for run in runs]))
@@ -203,7 +204,7 @@ def _print_runs(runs: Any, arguments: argparse.Namespace) -> None:
             print(latex(run.rows, run.command))
             continue
         print(f"{run.name}:\n" if len(runs) > 1 else "", end="")
-        print((acceptance_table if arguments.acceptance else markdown)(run.rows))
+        print((acceptance_table if arguments.acceptance else markdown)(run.rows) + interval_note(run.rows))
     if arguments.json:
         rows = [{"run": run.name, **row} for run in runs for row in run.rows]
         print(json.dumps({"bench": "run", "rows": rows, "env": runs[0].sessions[-1]}))

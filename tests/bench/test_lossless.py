@@ -155,3 +155,12 @@ def test_the_gap_of_sampled_tokens_is_measured_from_the_random_number_that_drew_
 def _with_logits(logits: Tensor) -> Any:
     """Make a pair whose plain logits are the same after every text."""
     return SimpleNamespace(target=PAIR.target, plain_logits=lambda tokens: logits[None])
+
+
+def test_a_right_output_of_a_rule_of_another_author_is_claimed_to_be_lossless() -> None:
+    run = execute(PAIR, method("chain:2"), GREEDY)
+    own = replace(run, stats={**run.stats, "lossless": "claimed"})
+    assert judge(PAIR, method("chain:2"), GREEDY, run, {})["lossless"] is True
+    assert judge(PAIR, method("chain:2"), GREEDY, own, {})["lossless"] == "claimed"
+    wrong = replace(own, tokens=[[(own.tokens[0][0] + 1) % 8, *own.tokens[0][1:]]])
+    assert judge(PAIR, method("chain:2"), GREEDY, wrong, {})["lossless"] is False
