@@ -151,8 +151,7 @@ class DecodeStep:
         if observes:
             self._let_draft(self.run.observe, acceptance)
             timer.lap("draft_s")
-        if not self._is_debug:
-            draft = replace(draft, probs=None, grown=None)  # a graph keeps what its work returns
+        draft = draft if self._is_debug else replace(draft, probs=None, grown=None)  # a graph keeps what is returned
         path, kept = (path_logits, raw_path_logits, report), logits if self._is_debug else None
         return LaunchedStep(draft, acceptance, *path, timer, logits=kept, path_probs=probs)
 
@@ -191,9 +190,8 @@ class DecodeStep:
         """Let a run draft, with the batch's sampling and logits processor."""
         self.capture.clear()
         capture, processing = self.capture, self.processing  # not this step, which would be a cycle
-        run.launch = lambda run, key, work: capture.part(run, (*key, *processing.key), work)
+        self.run, run.launch = run, lambda run, key, work: capture.part(run, (*key, *processing.key), work)
         run.sampling, run.processor, run.forced = self.sampling, processing.draft(self.seen), processing.forced
-        self.run = run
 
     def fill(self, drafter: Drafter, requests: Sequence[Request]) -> Tensor:
         """Prefill a text in every row, in place of those that were there.
