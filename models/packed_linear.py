@@ -1,8 +1,8 @@
 """Linear layers on weights in oneDNN's layout: on a CPU, products with the few rows of a tree are then faster.
 
 torch's ``linear`` calls MKL for float32, which reads a weight as it is stored.  MKL is the faster for up to three rows
-on Intel's processors, and is used there.  On others oneDNN multiplies four rows faster than one or two, which are
-repeated.
+on Intel's processors, and is used there.  On others oneDNN multiplies four rows faster than one or two by a large
+weight, which a cache does not hold; they are repeated.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from stree.models.patching import has_foreign_forward, patch_forward, unpatched_forward
 
 __all__ = ["pack_linears"]
+
+LARGE = 2**22  # bytes of a weight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +80,7 @@ class PackedWeight:
         if packing is None or not packing.is_of(weight):
             packing = self._pack(weight)
         rows = x.numel() // x.shape[-1]
-        if rows not in (1, 2) or _mkl_rows():
+        if rows not in (1, 2) or weight.nbytes < LARGE or _mkl_rows():
             return _product(x, packing.packed, bias)
         return _product(x.reshape(rows, -1).repeat(4 // rows, 1), packing.packed, bias)[:rows].view(*x.shape[:-1], -1)
 
