@@ -4,7 +4,7 @@ transformers binds them when a modeling file is imported: to those of causal-con
 packages import, whatever the device of the model, else to its own in torch.  ``route_functions`` puts a function in
 front of each, in the globals of the modeling file, that changes only calls that would fail: tensors on a CPU go to
 transformers' torch function, and a convolution's input has strides that causal-conv1d takes.  Inside
-``memory_bounded`` the torch functions run in slices.
+``memory_bounded`` the torch functions run in slices, and Mamba-2's scan on a CPU is ``ssd_chunk_scan``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from stree.models.bounded_scan import SCANS, bounds_memory, run_in_slices, scan_without_values
+from stree.models.ssd_prefill import ssd_chunk_scan
 
 __all__ = [
     "BoundFunction",
@@ -77,6 +78,11 @@ class BoundFunction:
         if device.type == "meta":
             device = _measured_device.get() or device
         return (self.from_package or self.is_from_hub) and device.type != "cpu"
+
+    def scan(self, device: torch.device) -> Callable[..., Any]:
+        """Return the torch function that scans prompts on a device."""
+        is_ssd = self.name == "mamba_chunk_scan_combined" and device.type == "cpu"
+        return ssd_chunk_scan if is_ssd else self.torch_call
 
     def server(self, device: torch.device) -> str:
         """Return what serves calls with tensors on a device: package and version, "hub" or "torch"."""
@@ -187,7 +193,8 @@ def _routed(bound: BoundFunction) -> Callable[..., Any]:
         measured = _measured_device.get()
         if bound.name in SCANS and measured is not None:
             scanned_on = None if bound.serves(device) else measured
-            return scan_without_values(bound.name, bound.torch_call, *args, has_temporaries_on=scanned_on, **kwargs)
+            scan = bound.scan(measured)
+            return scan_without_values(bound.name, scan, *args, has_temporaries_on=scanned_on, **kwargs)
         if bound.serves(device) and measured is None:
             if bound.name == "causal_conv1d_fn":
                 args = (_aligned(args[0]), *args[1:])
@@ -195,7 +202,7 @@ def _routed(bound: BoundFunction) -> Callable[..., Any]:
         if bound.from_package and any(kwargs.get(name) is not None for name in PACKED):
             raise ValueError(f"{bound.name} of packed sequences needs tensors on a GPU, got tensors on {device}")
         if bound.name in SCANS and bounds_memory():
-            return run_in_slices(bound.name, bound.torch_call, *args, **kwargs)
+            return run_in_slices(bound.name, bound.scan(device), *args, **kwargs)
         if not bound.from_package:
             return bound.call(*args, **kwargs)
         names = inspect.signature(bound.torch_call).parameters
