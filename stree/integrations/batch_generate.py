@@ -15,6 +15,7 @@ from stree.decode.text import text_of
 from stree.decode.token_rules import RULES
 from stree.drafters import Drafter
 from stree.generation import Generation, generate
+from stree.grammar_fields import grammar_of
 from stree.inputs import stop_tokens
 from stree.models.tree_lm import TreeLM
 from stree.request_fields import sampling_of, template_options
@@ -178,11 +179,12 @@ def _complete(*arguments: Any, **options: Any) -> Generation:
 
 
 def _grammar(request: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar that a row asks for: ``{"regex": "a+"}`` for ``Grammar.regex("a+")``."""
-    for kind, value in (request.get("grammar") or {}).items():
-        grammar: Grammar = getattr(Grammar, kind)(value)
-        return grammar
-    return None
+    """Return the grammar that a row asks for, or None."""
+    asked = grammar_of(request)
+    if asked is None:
+        return None
+    grammar: Grammar = getattr(Grammar, asked[1])(asked[2])
+    return grammar
 
 
 def _rejected(error: Exception) -> dict[str, Any]:

@@ -166,7 +166,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(served: Served) -> None:
     asked = ASKED[::3]
     bodies = [{"body": {"prompt": PROMPT, **fields}} for fields, _ in asked] + [{"prompt": PROMPT}]
     rows = [request_of(json.loads(json.dumps(body))) for body in bodies]
-    found = generator.run([*rows, {"prompt": PROMPT, "grammar": {"regex": "(a"}}])
+    found = generator.run([*rows, {"prompt": PROMPT, "guided_regex": "(a"}])
     for row, (_, grammar) in zip(found, asked, strict=False):
         assert row["text"] == served.alone(PROMPT, max_new_tokens=40, grammar=grammar, tokenizer=served.tokenizer)
     assert found[-2]["text"] == served.alone(PROMPT, max_new_tokens=40)
