@@ -78,7 +78,7 @@ REJECTED = [
     ('{"messages": [{"content": "a"}]}', "must be an object with a role"),
     ('{"messages": [{"role": "user", "content": 3}]}', "the content of a turn must be a text, got 3"),
     ('{"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}', "type 'input_audio' is not supported"),
-    ('{"messages": [{"role": "tool", "name": "\\ud800"}]}', "messages is no UTF-8 text"),
+    ('{"messages": [{"role": "tool", "content": "", "name": "\\ud800"}]}', "messages is no UTF-8 text"),
     ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number, got 'hot'"),
     ('{"prompt": "a", "temperature": -1}', "temperature must be finite and not negative"),
     ('{"prompt": "a", "top_p": 2}', "top_p must be in (0, 1], got 2"),
