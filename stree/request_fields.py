@@ -11,8 +11,8 @@ from typing import Any
 from stree.sampling import Sampling
 
 __all__ = [
-    "MOST_STOP_STRINGS", "SAMPLING", "FieldError", "UnsupportedField", "chat_messages", "check_fields", "check_roles",
-    "sampling_of", "shortened", "stop_strings", "template_options", "utf8",
+    "MOST_STOP_STRINGS", "SAMPLING", "FieldError", "UnsupportedField", "chat_messages", "check_fields", "check_prompt",
+    "check_roles", "sampling_of", "shortened", "stop_strings", "template_options", "utf8",
 ]  # fmt: skip
 
 MOST_STOP_STRINGS, MOST_STOP_CHARACTERS = 16, 1024
@@ -92,6 +92,18 @@ def check_fields(fields: Mapping[str, Any], taken: Collection[str]) -> None:
             continue
         if not any(_is_same(value, one) for one in neutral.get(name, ())):
             raise UnsupportedField(name, value)
+
+
+def check_prompt(prompt: Any) -> Any:
+    """Return a prompt of /v1/completions; its lists are not checked further.
+
+    Raises:
+        ValueError: neither a text nor a list of one kind of items: texts, tokens or token lists.
+    """
+    kinds = {type(one) for one in prompt} if isinstance(prompt, list) else set()
+    if not isinstance(prompt, (str, list)) or len(kinds) > 1 or not kinds <= {str, int, list}:
+        raise ValueError(f"prompt must be a text or token ids, or a list of these, got {shortened(prompt)}")
+    return prompt
 
 
 def stop_strings(stop: Any) -> list[str]:

@@ -53,7 +53,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": [3]}, "guided_choice", "valid string|must hold strings"),
     ({"guided_grammar": "s: 3"}, "guided_grammar", "guided_grammar: lark cannot be read"),
     ({"guided_json": "{"}, "guided_json", "guided_json: json_schema is not JSON"),
-    ({"guided_regex": ""}, "guided_regex", "grammar allows no text"),
+    ({"guided_regex": ""}, "guided_regex", "grammar allows no text: the regex fits nothing, or the empty text alone"),
     ({"structured_outputs": {}}, "structured_outputs", "must have one of json, regex, choice, grammar"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "is not known"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must ask for one grammar, got 2"),
