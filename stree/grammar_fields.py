@@ -7,11 +7,12 @@ from typing import Any
 
 from stree.request_fields import FieldError, UnsupportedField, shortened
 
-__all__ = ["GRAMMAR_FIELDS", "grammar_of"]
+__all__ = ["GRAMMAR_FIELDS", "GUIDED_FIELDS", "grammar_of"]
 
 # How vLLM's fields are called among those of ``structured_outputs``.
 GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+GUIDED_FIELDS = {KINDS[name]: field for field, name in GUIDED.items()}  # by the method of ``stree.Grammar``
 GRAMMAR_FIELDS = ("response_format", "structured_outputs", *GUIDED)
 ANY_OBJECT = {"type": "object"}
 

@@ -23,8 +23,14 @@ ASSETS = Path(__file__).resolve().parent / "assets"
 
 
 def locate(name: str, role: str) -> str:
-    """Turn 'bundled' into the folder of the bundled target or drafter, 'bundled-mtp' into that of its MTP head."""
+    """Turn 'bundled' into the folder of the bundled target or drafter, 'bundled-mtp' into that of its MTP head.
+
+    Raises:
+        ValueError: a path, which no id of the hub is, where nothing is.
+    """
     bundled = {"bundled": role, "bundled-mtp": "mtp"}
+    if name.startswith(("/", ".", "~")) and not Path(name).exists():
+        raise ValueError(f"the {role} must be a folder or a hub id OWNER/NAME, and there is no folder {name}")
     return str(ASSETS / bundled[name]) if name in bundled else name
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from reprlib import Repr
 from typing import Any
@@ -11,12 +11,16 @@ from typing import Any
 from stree.sampling import Sampling
 
 __all__ = [
-    "MOST_STOP_STRINGS", "SAMPLING", "FieldError", "UnsupportedField", "chat_messages", "check_fields", "sampling_of",
-    "shortened", "stop_strings", "template_options", "utf8",
+    "MOST_STOP_STRINGS", "SAMPLING", "FieldError", "UnsupportedField", "chat_messages", "check_fields", "check_prompt",
+    "check_roles", "sampling_of", "shortened", "stop_strings", "template_options", "utf8",
 ]  # fmt: skip
 
 MOST_STOP_STRINGS, MOST_STOP_CHARACTERS = 16, 1024
 MOST_MESSAGES = 10_000
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MOST_OTHER_ROLES = 8
+NO_ROLE = "no role of a template"
+INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "reasoning_content", "refusal")
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 # Arguments of a tokenizer's ``apply_chat_template`` that are not the template's own.
@@ -90,6 +94,18 @@ def check_fields(fields: Mapping[str, Any], taken: Collection[str]) -> None:
             raise UnsupportedField(name, value)
 
 
+def check_prompt(prompt: Any) -> Any:
+    """Return a prompt of /v1/completions; its lists are not checked further.
+
+    Raises:
+        ValueError: neither a text nor a list of one kind of items: texts, tokens or token lists.
+    """
+    kinds = {type(one) for one in prompt} if isinstance(prompt, list) else set()
+    if not isinstance(prompt, (str, list)) or len(kinds) > 1 or not kinds <= {str, int, list}:
+        raise ValueError(f"prompt must be a text or token ids, or a list of these, got {shortened(prompt)}")
+    return prompt
+
+
 def stop_strings(stop: Any) -> list[str]:
     """Return the stop strings that ``stop`` gives: one string, several, or none; empty ones end no text.
 
@@ -139,6 +155,29 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
     return found
 
 
+def check_roles(messages: Sequence[Mapping[str, Any]], render: Callable[[list[dict[str, Any]]], Any]) -> None:
+    """Refuse roles that neither OpenAI's API has nor the chat template reads.
+
+    Args:
+        messages: as ``chat_messages`` returns them; the template takes them.
+        render: applies the template.
+
+    Raises:
+        ValueError: the template writes the same with another word as the role.
+    """
+    others = sorted({message["role"] for message in messages} - {*ROLES})
+    if len(others) > MOST_OTHER_ROLES:
+        raise ValueError(f"messages must have at most {MOST_OTHER_ROLES} roles beside {', '.join(ROLES)}")
+    own = render([{**message} for message in messages]) if others else None
+    for role in others:
+        try:
+            other = render([{**one, "role": NO_ROLE if one["role"] == role else one["role"]} for one in messages])
+        except Exception:  # of the template, which has read the role
+            continue
+        if other == own:
+            raise ValueError(f"the role of a message must be one of {', '.join(ROLES)}, got {shortened(role)}")
+
+
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a request gives its chat template: ``chat_template_kwargs``, and ``reasoning_effort`` under its name.
 
@@ -158,6 +197,8 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a turn of messages must be an object with a role and a content, got {shortened(message)}")
     kept = {name: value for name, value in message.items() if value is not None or name == "content"}
+    if kept.get("content") is None and not any(kept.get(name) for name in INSTEAD_OF_CONTENT):
+        raise ValueError(f"a message must have a content or tool_calls, got {shortened(message)}")
     if kept.get("content") is not None:
         kept["content"] = utf8("messages", _text(kept["content"]))
     if isinstance(kept.get("tool_calls"), list):

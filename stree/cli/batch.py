@@ -40,6 +40,7 @@ def _batch(arguments: argparse.Namespace) -> int:
     from stree.checks import check_counts
     from stree.integrations.batch_folder import open_job
     from stree.integrations.batch_rows import checksum, read_rows
+    from stree.integrations.ray import check_ray
 
     check_counts(workers=arguments.workers, max_batch=arguments.max_batch)
     gpus = arguments.gpus_per_worker
@@ -53,6 +54,8 @@ def _batch(arguments: argparse.Namespace) -> int:
     setattr(arguments, "import", ",".join(files))
     settings = {"input": checksum(arguments.input)}
     rows = read_rows(arguments.input)
+    if any(row.reason is None for row in rows):
+        check_ray()  # before anything is written
     prepare(arguments)  # names mistakes, and fills in the default drafter
     settings |= _settings(arguments, options)
     with open_job(arguments.out, settings) as job:

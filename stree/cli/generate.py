@@ -82,6 +82,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
     """
     from stree.cli.threads import FreeCores
 
+    target = locate(arguments.target, "target")
     cores = FreeCores()  # measured while libraries and models are loaded
     import_models()
     from transformers.utils import logging
@@ -92,7 +93,6 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
     getLogger("huggingface_hub").setLevel("ERROR")  # a line for every time that it tries again
     logging.disable_progress_bar()
     # Configs and tokenizers come before weights, so that mistakes are named at once.
-    target = locate(arguments.target, "target")
     config = config_of_text_model(_config(arguments, target))
     family_of(config)
     if arguments.drafter is None:

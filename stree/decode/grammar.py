@@ -211,7 +211,7 @@ def _compiled(grammar: Grammar, tokens: Any, vocab_size: int, ends: frozenset[in
     compiled = CompiledGrammar(start, vocab_size, ends, frozenset(tokens.eos_tokens))
     mask = compiled.mask(start)
     if mask is None or not _any_but(mask, ends):
-        raise ValueError(f"grammar allows no text: {grammar.source:.200}")
+        raise ValueError(f"grammar allows no text: the {grammar.kind} fits nothing, or the empty text alone")
     return compiled
 
 

@@ -37,7 +37,10 @@ def token_lists(prompts: Any, attention_mask: Any = None) -> Sequence[Any] | Ite
             raise ValueError("an iterator of prompts takes no attention_mask; give token lists without padding")
         return iter(prompts)
     prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts
-    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, str):
+        what = 'tokenise the text first: tokenizer(text)["input_ids"]'
+        raise ValueError(f"generate needs at least one prompt, a list of token lists, got str; {what}")
+    if isinstance(prompts, bytes) or not hasattr(prompts, "__iter__"):
         raise ValueError(f"generate needs at least one prompt, a list of token lists, got {type(prompts).__name__}")
     rows: list[Any] = [*prompts]
     mask = _rows_of_mask(attention_mask)

@@ -15,9 +15,10 @@ from stree.decode.text import text_of
 from stree.decode.token_rules import RULES
 from stree.drafters import Drafter
 from stree.generation import Generation, generate
+from stree.grammar_fields import grammar_of
 from stree.inputs import stop_tokens
 from stree.models.tree_lm import TreeLM
-from stree.request_fields import sampling_of, template_options
+from stree.request_fields import check_roles, sampling_of, template_options
 from stree.rule_fields import rules_of, tokenized_words
 from stree.sampling import Sampling
 
@@ -97,12 +98,17 @@ class RowGenerator:
         if self.tokenizer.chat_template is None:
             raise ValueError("the target's tokenizer has no chat template")
         messages = messages or [{"role": "user", "content": prompt}]
+        options = {"add_generation_prompt": True, **template_options(request), "return_dict": True}
+
+        def encoded(turns: list[dict[str, Any]]) -> list[int]:
+            return [*self.tokenizer.apply_chat_template(turns, **options)["input_ids"]]
+
         try:
-            options = {"add_generation_prompt": True, **template_options(request), "return_dict": True}
-            encoding = self.tokenizer.apply_chat_template(messages, **options)
+            tokens = encoded(messages)
         except Exception as error:  # templates raise their own for roles that they do not know
             raise ValueError(f"the chat template refuses the messages: {str(error).strip()[:200]}") from error
-        return [*encoding["input_ids"]]
+        check_roles(messages, encoded)
+        return tokens
 
     def _generate(self, requests: Sequence[Mapping[str, Any]], prompts: Sequence[list[int]]) -> list[dict[str, Any]]:
         """Generate for prompts; where that fails for one of them, for the halves without it."""
@@ -178,11 +184,12 @@ def _complete(*arguments: Any, **options: Any) -> Generation:
 
 
 def _grammar(request: Mapping[str, Any]) -> Grammar | None:
-    """Return the grammar that a row asks for: ``{"regex": "a+"}`` for ``Grammar.regex("a+")``."""
-    for kind, value in (request.get("grammar") or {}).items():
-        grammar: Grammar = getattr(Grammar, kind)(value)
-        return grammar
-    return None
+    """Return the grammar that a row asks for, or None."""
+    asked = grammar_of(request)
+    if asked is None:
+        return None
+    grammar: Grammar = getattr(Grammar, asked[1])(asked[2])
+    return grammar
 
 
 def _rejected(error: Exception) -> dict[str, Any]:

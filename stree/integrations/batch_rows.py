@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.checks import check_counts
-from stree.grammar_fields import GRAMMAR_FIELDS, grammar_of
+from stree.grammar_fields import GRAMMAR_FIELDS, GUIDED_FIELDS, grammar_of
 from stree.request_fields import (
     SAMPLING,
     chat_messages,
@@ -135,7 +135,8 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         A JSON-able dict of ``prompt`` or ``messages``, and of the options that the row has, under the names of
-        ``stree.generate`` (``stop`` for ``stop_strings``).
+        ``stree.generate`` (``stop`` for ``stop_strings``, a ``guided_*`` field for ``grammar``).  It is itself a row
+        or body with the same request: a worker reads it again.
 
     Raises:
         TypeError, ValueError: a field of another type or range, or a request that asks for more.
@@ -154,7 +155,7 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
     if stops := stop_strings(fields.get("stop")):
         request["stop"] = stops
     if (asked := grammar_of(fields)) is not None:
-        request["grammar"] = {asked[1]: asked[2]}
+        request[GUIDED_FIELDS[asked[1]]] = asked[2]
     return request | {name: number for name, number in numbers.items() if name not in LIMITS} | rules_of(fields)
 
 

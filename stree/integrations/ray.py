@@ -16,7 +16,7 @@ from stree.integrations.batch_rows import Row, request_of
 if TYPE_CHECKING:
     from stree.integrations.batch_generate import RowGenerator
 
-__all__ = ["Generator", "local_ray", "run_rows", "serve_app"]
+__all__ = ["Generator", "check_ray", "local_ray", "run_rows", "serve_app"]
 
 RESULT = ("text", "token_ids", "finish_reason", "num_new_tokens", "reason")
 FAILURE = "failure"
@@ -225,6 +225,20 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
+def check_ray() -> None:
+    """Import Ray.
+
+    Raises:
+        RuntimeError: it is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+        import ray.data  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(f"stree batch needs Ray: pip install 'stree[ray]' ({error})") from error
+
+
 @contextmanager
 def local_ray(workers: int) -> Iterator[None]:
     """Connect to the cluster that ``RAY_ADDRESS`` or ``ray start`` names, else start Ray on this machine for the block.
@@ -234,12 +248,9 @@ def local_ray(workers: int) -> Iterator[None]:
     Raises:
         RuntimeError: Ray is not installed.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-        import ray.data
-    except ImportError as error:
-        raise RuntimeError(f"stree batch needs Ray: pip install 'stree[ray]' ({error})") from error
+    check_ray()
+    import ray
+
     if ray.is_initialized():
         yield
         return

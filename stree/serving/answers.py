@@ -167,12 +167,16 @@ def acceptance(choices: Sequence[Choice]) -> dict[str, Any] | None:
 
 
 def completion_logprobs(piece: Piece, token_bytes: TokenBytes) -> dict[str, Any]:
-    """Write log probabilities as /v1/completions does; two alternatives that add the same get names of their own."""
+    """Write log probabilities as /v1/completions does: the token's own is always among the alternatives.
+
+    Two alternatives that add the same text get names of their own.
+    """
     names, tops, mark = [], [], "bytes:"
     for found, place in zip(piece.logprobs, piece.tokens, strict=False):  # no logprobs where none are wanted
         names.append(token_name(token_bytes, found.token, is_first=place.is_first, mark=mark))
         top = dict[str, float]()
-        for token, value in found.top:
+        is_in_top = any(token == found.token for token, _ in found.top)
+        for token, value in found.top if is_in_top else [*found.top, (found.token, found.logprob)]:
             name = token_name(token_bytes, token, is_first=place.is_first, mark=mark)
             is_taken = name in top or (name == names[-1] and token != found.token)
             top[f"token_id:{token}" if is_taken else name] = _finite(value)

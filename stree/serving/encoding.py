@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 from anyio import CapacityLimiter
 
-from stree.request_fields import template_options
+from stree.request_fields import check_roles, template_options
 from stree.serving.errors import APIError
 from stree.serving.protocol import TokenizeRequest
 
@@ -122,12 +122,18 @@ class PromptEncoder:
         return ids
 
     def _tokenized_chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
+        def written(turns: Sequence[dict[str, Any]]) -> str:
+            settings = {"add_generation_prompt": True, **options, "tokenize": False}
+            return str(self._tokenizer.apply_chat_template(turns, **settings))
+
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, **{"add_generation_prompt": True, **options, "tokenize": False}
-            )
+            text = written(messages)
         except Exception as error:  # templates raise for turns in another order than theirs
             raise APIError(400, f"the chat template refuses the messages: {error}", param="messages") from error
         self._check_length(text, "messages")
+        try:
+            check_roles(messages, written)
+        except ValueError as error:
+            raise APIError(400, str(error), param="messages") from error
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids

@@ -10,6 +10,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from stree.request_fields import shortened
+
 __all__ = ["APIError", "add_handlers", "error_body", "error_event", "error_response", "stopping"]
 
 CODES = {
@@ -68,15 +70,31 @@ def add_handlers(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = [str(part) for part in first["loc"] if part != "body"]
-        param = where[0] if where and first["type"] != "json_invalid" else None
+        if not where or first["type"] == "json_invalid":
+            return JSONResponse(error_body(400, _no_object(request, first, error.body)), 400)
+        param = where[0]
         own = first.get("ctx", {}).get("error")  # of a check of ours, which names the field
-        message = str(own or first["msg"]) if own or param is None else f"{'.'.join(where)}: {first['msg']}"
+        message = str(own) if own else f"{'.'.join(where)}: {first['msg']}"
         return JSONResponse(error_body(400, message, param), 400)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path}: {error.detail}"
+        if error.status_code == 400:  # FastAPI's own, of a body that is no UTF-8 text
+            message = f"the body must be a JSON object in UTF-8: {error.detail}"
         return JSONResponse(error_body(error.status_code, message), error.status_code, error.headers)
+
+
+def _no_object(request: Request, first: Any, body: Any) -> str:
+    """Write why a body is no JSON object, from the first error of its validation."""
+    if first["type"] == "json_invalid":
+        return f"the body must be a JSON object: {first['ctx']['error']} at character {first['loc'][-1]}"
+    kind = request.headers.get("content-type", "none")
+    if not body or isinstance(body, dict):
+        return f"the body must be a JSON object: {first['msg']}" if body else "the body must be a JSON object, got none"
+    if isinstance(body, bytes):
+        return f"the body must be JSON, with the header Content-Type: application/json, got {shortened(kind)}"
+    return f"the body must be a JSON object, got {shortened(body)}"

@@ -12,6 +12,7 @@ from stree.request_fields import (
     UnsupportedField,
     chat_messages,
     check_fields,
+    check_prompt,
     sampling_of,
     stop_strings,
     template_options,
@@ -156,7 +157,7 @@ class NamedTool(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: str | Tokens | Texts | TokenLists
+    prompt: Annotated[str | Tokens | Texts | TokenLists, BeforeValidator(check_prompt)]
     max_tokens: int | None = Field(default=None, ge=0)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -241,6 +242,8 @@ class ChatRequest(GenerationRequest):
             raise APIError(400, "top_logprobs needs logprobs", param="top_logprobs")
         if not self.has_forced_call:
             return
+        if not self.tools:
+            raise APIError(400, "tool_choice needs tools, got none", param="tool_choice")
         if not self.tool_schemas:
             raise APIError(400, "tool_choice must be one of tools", param="tool_choice")
         if (asked := grammar_of(dict(self))) is not None:

@@ -128,5 +128,11 @@ def serve(
     Raises:
         OSError: another process listens at that address now.
     """
+    try:
+        listener.listen()  # uvicorn's error names no address
+    except OSError as error:
+        at = listener.getsockname()
+        where = at if isinstance(at, str) else f"{at[0]}, port {at[1]}"
+        raise OSError(f"cannot listen at {where}: {error.strerror or error}") from error
     config = uvicorn.Config(app, log_config=None, log_level="warning", lifespan="off", **settings)
     _Server(config, app, grace, on_start).run([listener])

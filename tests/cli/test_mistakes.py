@@ -79,6 +79,8 @@ MISTAKES: dict[str, dict[str, str]] = {
     "generate": {
         "'' --target TARGET --drafter suffix": "the prompt is empty",
         "x --target no/such/folder": "no checkpoint that transformers can read at 'no/such/folder'",
+        "x --target /no/such": "the target must be a folder or a hub id OWNER/NAME, and there is no folder /no/such",
+        "x --target ./x": "the target must be a folder or a hub id OWNER/NAME, and there is no folder ./x",
         "x --target code.py": "no checkpoint that transformers can read at 'code.py'",
         "x --target empty": "no checkpoint that transformers can read at 'empty'",
         "x --target bert": "model family 'bert' is not supported; supported: ",

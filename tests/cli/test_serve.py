@@ -18,9 +18,11 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 import stree
 from stree.cli import main
+from stree.serving.server import bind, serve
 
 MISTAKES = {
     "--port 0": "port must be at least 1", "--port 70000": "--port must be at most 65535", "--max-batch 0": "max_batch",
@@ -52,6 +54,15 @@ def test_an_address_that_cannot_be_taken_is_named_before_the_model_is_loaded(
         assert main(["serve", "bundled", "--growth", "calibrated:8x4", "--host", host, "--port", port]) == 2
     said = capsys.readouterr().err.strip()
     assert said.startswith(f"stree: error: cannot listen at {host}, port {port}: ") and "\n" not in said
+
+
+def test_a_second_server_at_an_address_that_was_free_is_refused_by_its_name() -> None:
+    with bind("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with bind("127.0.0.1", port) as second:  # neither listens yet
+            first.listen()
+            with pytest.raises(OSError, match=f"cannot listen at 127.0.0.1, port {port}: Address already in use"):
+                serve(FastAPI(), second)
 
 
 @pytest.mark.slow

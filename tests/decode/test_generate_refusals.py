@@ -77,7 +77,11 @@ def moved_lm() -> TreeLM:
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"prompts": "text"}, ValueError, "generate needs at least one prompt, a list of token lists, got str"),
+        (
+            {"prompts": "text"},
+            ValueError,
+            "generate needs at least one prompt, a list of token lists, got str; tokenise the text first",
+        ),
         ({"prompts": None}, ValueError, "needs at least one prompt, a list of token lists, got NoneType"),
         ({"prompts": [[4], 3]}, TypeError, "prompt 1 must be a list of tokens, got int"),
         ({"budget": 8.5}, TypeError, "budget must be an integer, got float"),

@@ -229,6 +229,7 @@ def test_a_mistake_is_named_before_anything_is_written(
 ) -> None:
     if command.startswith("torn.parquet"):
         pytest.importorskip("pyarrow")
+    monkeypatch.setattr("stree.integrations.ray.check_ray", lambda: None)
     monkeypatch.chdir(tmp_path)
     Path("input.jsonl").write_text('{"prompt": "w1"}\n')
     Path("torn.parquet").write_bytes(b"PAR1")
@@ -241,10 +242,11 @@ def test_a_mistake_is_named_before_anything_is_written(
 def test_without_ray_the_command_says_what_to_install(
     target_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "input.jsonl").write_text('{"prompt": "w1"}\n')
+    (tmp_path / "input.jsonl").write_text('{"prompt": "w1"}\n{"prompt": 3}\n')
     monkeypatch.setitem(sys.modules, "ray", None)
     words = [str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out"), "--target", target_folder]
     assert "stree batch needs Ray: pip install 'stree[ray]'" in error_of(capsys, "batch", *words)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_job_of_rejected_rows_alone_needs_no_ray(
@@ -276,6 +278,7 @@ def test_the_command_writes_its_progress_where_standard_error_is_no_terminal(
             yield {"row": row.number, "id": row.id, **found}
 
     monkeypatch.setattr("stree.integrations.ray.run_rows", in_this_process)
+    monkeypatch.setattr("stree.integrations.ray.check_ray", lambda: None)
     monkeypatch.setattr("stree.integrations.ray.local_ray", lambda workers: nullcontext())
     (tmp_path / "input.jsonl").write_text('{"prompt": "w1"}\n' * 2)
     words = ["batch", str(tmp_path / "input.jsonl"), "--out", str(tmp_path / "out"), "--target", target_folder]

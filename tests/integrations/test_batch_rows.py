@@ -13,7 +13,7 @@ import pytest
 from helpers.http_served import NEUTRAL, REFUSED
 
 from stree.integrations.batch_folder import open_job
-from stree.integrations.batch_rows import Row, read_rows
+from stree.integrations.batch_rows import OWN, Row, read_rows, request_of
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 TURNS = [{"role": "user", "content": "hi"}]
@@ -35,6 +35,34 @@ RUN: list[tuple[Any, Any, dict[str, Any]]] = [
     ({"prompt": "a", "logit_bias": {"5": 2, "6": None}, "presence_penalty": 0, "bad_words": ["b"], "min_tokens": 2}, 0,
      {"prompt": "a", "logit_bias": {5: 2.0}, "bad_words": ["b"], "min_new_tokens": 2}),
 ]  # fmt: skip
+# A value of every field that a request has beside its prompt.
+FIELDS: dict[str, Any] = {
+    "max_new_tokens": 3,
+    "max_completion_tokens": 3,
+    "max_tokens": 3,
+    "temperature": 0.5,
+    "top_k": 2,
+    "top_p": 0.5,
+    "min_p": 0.1,
+    "seed": 4,
+    "stop": "end",
+    "chat_template_kwargs": {"a": [1]},
+    "reasoning_effort": "low",
+    "logit_bias": {"5": 2},
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 1,
+    "presence_penalty": 1,
+    "allowed_token_ids": [1],
+    "bad_words": ["b", [2]],
+    "min_tokens": 2,
+    "min_new_tokens": 2,
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"choice": ["a"]},
+    "guided_json": False,
+    "guided_regex": "a+",
+    "guided_choice": ["a"],
+    "guided_grammar": 'start: "a"',
+}
 # A line that cannot be run, and a part of the reason.
 REJECTED = [
     ('{"prompt": ', "line 1 is not JSON"),
@@ -50,7 +78,7 @@ REJECTED = [
     ('{"messages": [{"content": "a"}]}', "must be an object with a role"),
     ('{"messages": [{"role": "user", "content": 3}]}', "the content of a turn must be a text, got 3"),
     ('{"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}', "type 'input_audio' is not supported"),
-    ('{"messages": [{"role": "tool", "name": "\\ud800"}]}', "messages is no UTF-8 text"),
+    ('{"messages": [{"role": "tool", "content": "", "name": "\\ud800"}]}', "messages is no UTF-8 text"),
     ('{"prompt": "a", "temperature": "hot"}', "temperature must be a number, got 'hot'"),
     ('{"prompt": "a", "temperature": -1}', "temperature must be finite and not negative"),
     ('{"prompt": "a", "top_p": 2}', "top_p must be in (0, 1], got 2"),
@@ -81,6 +109,14 @@ def rows_of(folder: Path, *lines: Any) -> list[Row]:
 @pytest.mark.parametrize(("line", "id", "request_"), RUN)
 def test_a_row_is_read(line: Any, id: Any, request_: Any, tmp_path: Path) -> None:
     assert rows_of(tmp_path, json.dumps(line)) == [Row(0, id, request_)]
+
+
+def test_every_field_of_a_request_is_one_when_it_is_read_again() -> None:
+    assert FIELDS.keys() == OWN - {"model", "prompt", "messages"}
+    for name, value in FIELDS.items():
+        request = request_of({"messages": TURNS, name: value})
+        assert request != {"messages": TURNS}, name
+        assert request_of({"body": json.dumps(request)}) == request, name  # as workers of Ray read it
 
 
 @pytest.mark.parametrize(("line", "reason"), REJECTED)

@@ -13,6 +13,10 @@ from helpers.http_served import Served, listening
 from helpers.tiny_pairs import byte_fallback, byte_level, writing_model
 
 import stree
+from stree.decode.logprobs import TokenLogprob
+from stree.decode.stop_strings import TokenBytes
+from stree.decode.text import TextToken
+from stree.serving.answers import Piece, completion_logprobs
 
 WRITTEN = "ж日🙂אbc"  # every byte once, so that a model of one token's memory can write it
 SHOWN = WRITTEN + "user"  # with <|im_start|> between
@@ -59,6 +63,16 @@ def test_a_text_ends_at_the_stop_tokens_of_model_and_tokenizer(writing: Served) 
     assert completed(writing, extra_body={"stop_token_ids": [other]})[0] == SHOWN, "own stop tokens come beside them"
     assert completed(writing, extra_body={"ignore_eos": True, "stop_token_ids": [other]})[:2] == (SHOWN + "fin", "stop")
     assert completed(writing, max_tokens=3)[1] == "length"
+
+
+@pytest.mark.parametrize(("top", "drawn"), [(0, 7), (2, 7), (2, 3)])
+def test_alternatives_of_a_completion_have_the_token_that_was_drawn(top: int, drawn: int) -> None:
+    tokenizer, likely = byte_level("<|im_end|>"), [(3, -0.5), (5, -1.0)][:top]
+    found = TokenLogprob(drawn, dict(likely).get(drawn, -4.0), likely)
+    written = completion_logprobs(Piece(0, "", [found], [TextToken(0, True)], None), TokenBytes(tokenizer))
+    name, value, alternatives = written["tokens"][0], written["token_logprobs"][0], written["top_logprobs"][0]
+    assert alternatives[name] == value and len(alternatives) == top + (drawn == 7)
+    assert [*alternatives.values()] == sorted(alternatives.values(), reverse=True)
 
 
 def test_a_text_cut_within_a_character_keeps_the_others(writing: Served) -> None:

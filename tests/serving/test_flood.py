@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from helpers.fast_cases import slow_unless
-from helpers.http_served import Served, listening
+from helpers.http_served import KEY, Served, listening
 from pydantic import ValidationError
 
 from stree.serving.protocol import CompletionRequest
@@ -135,3 +135,26 @@ def test_stop_strings_and_messages_have_limits(served: Served) -> None:
     turns = [{"role": "", "content": ""}] * 256
     error = served.post("/v1/chat/completions", {"model": "tiny", "messages": turns}).json()["error"]
     assert error["param"] == "messages" and "256 messages" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "said"),
+    [
+        (b"hello", "application/json", "the body must be a JSON object: Expecting value at character 0"),
+        (b"[1]", "application/json", "the body must be a JSON object, got [1]"),
+        (b"", "application/json", "the body must be a JSON object, got none"),
+        (b"\xff", "application/json", "the body must be a JSON object in UTF-8: "),
+        (b'{"model": "tiny"}', "text/plain", "the header Content-Type: application/json, got 'text/plain'"),
+        ({"prompt": 5}, "application/json", "prompt must be a text or token ids, or a list of these, got 5"),
+        (
+            {"prompt": ["a", 5]},
+            "application/json",
+            "prompt must be a text or token ids, or a list of these, got ['a', 5]",
+        ),
+    ],
+)
+def test_a_body_that_is_no_request_is_named(served: Served, body: Any, kind: str, said: str) -> None:
+    body = {"model": "tiny", **body} if isinstance(body, dict) else body
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": kind}
+    answer = served.post("/v1/completions", body, headers=headers)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text

@@ -195,7 +195,7 @@ def test_a_call_among_text_is_found_where_none_is_forced(calling: Served) -> Non
 @pytest.mark.parametrize(
     ("fields", "param", "said"),
     [
-        ({"tool_choice": "required", "tools": []}, "tool_choice", "tool_choice must be one of tools"),
+        ({"tool_choice": "required", "tools": []}, "tool_choice", "tool_choice needs tools, got none"),
         ({"tool_choice": {**NAMED, "function": {"name": "rain"}}}, "tool_choice", "tool_choice must be one of tools"),
         ({"tool_choice": "any"}, "tool_choice", "tool_choice"),
         ({"tool_choice": {"type": "x"}}, "tool_choice", "tool_choice"),

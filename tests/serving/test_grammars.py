@@ -53,7 +53,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": [3]}, "guided_choice", "valid string|must hold strings"),
     ({"guided_grammar": "s: 3"}, "guided_grammar", "guided_grammar: lark cannot be read"),
     ({"guided_json": "{"}, "guided_json", "guided_json: json_schema is not JSON"),
-    ({"guided_regex": ""}, "guided_regex", "grammar allows no text"),
+    ({"guided_regex": ""}, "guided_regex", "grammar allows no text: the regex fits nothing, or the empty text alone"),
     ({"structured_outputs": {}}, "structured_outputs", "must have one of json, regex, choice, grammar"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "is not known"),
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must ask for one grammar, got 2"),
@@ -166,7 +166,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(served: Served) -> None:
     asked = ASKED[::3]
     bodies = [{"body": {"prompt": PROMPT, **fields}} for fields, _ in asked] + [{"prompt": PROMPT}]
     rows = [request_of(json.loads(json.dumps(body))) for body in bodies]
-    found = generator.run([*rows, {"prompt": PROMPT, "grammar": {"regex": "(a"}}])
+    found = generator.run([*rows, {"prompt": PROMPT, "guided_regex": "(a"}])
     for row, (_, grammar) in zip(found, asked, strict=False):
         assert row["text"] == served.alone(PROMPT, max_new_tokens=40, grammar=grammar, tokenizer=served.tokenizer)
     assert found[-2]["text"] == served.alone(PROMPT, max_new_tokens=40)

@@ -89,6 +89,9 @@ def test_both_columns_have_the_targets_text_and_say_so(page: Page, served: Serve
     verdict = page.locator("#verdict").text_content() or ""
     assert verdict.startswith("Same text: yes, all 32 tokens.") and "times as fast" in verdict
     assert figure(page, "tokens a step")[1] == "1.00" and float(figure(page, "tokens a step")[0]) > 1
+    counts = zip(*(map(int, figure(page, name)) for name in ("tokens after the first", "steps")), strict=True)
+    means = [float(value) for value in figure(page, "tokens a step")]
+    assert means == pytest.approx([tokens / steps for tokens, steps in counts], abs=0.006)
     with_prefill, without = figure(page, "tokens/s with prefill"), figure(page, "tokens/s without prefill")
     assert all(0 < float(one) <= float(other) for one, other in zip(with_prefill, without, strict=True))
     seconds = [float(value) for value in figure(page, "seconds of decoding")]

@@ -99,7 +99,7 @@ def test_calls_of_tools_are_items(served: Served, monkeypatch: pytest.MonkeyPatc
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "content part of type"),
         ({"input": []}, "input", "list of turns"),
         ({"text": {"format": {"type": "xml"}}}, "text", "type"),
-        ({"tool_choice": "required"}, "tool_choice", "tool_choice must be one of tools"),
+        ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools, got none"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(served: Served, fields: dict[str, Any], param: str, said: str) -> None:

@@ -5,13 +5,16 @@ Run: python -m pytest tests/serving/test_templates.py
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
 from helpers.http_served import Served
 
+from stree.drafters import SuffixDrafter
 from stree.inputs import ASSETS, load_tokenizer
+from stree.integrations.batch_generate import RowGenerator
 from stree.integrations.batch_rows import request_of
 from stree.serving.app import create_app
 
@@ -35,6 +38,43 @@ def test_a_template_reads_the_options_of_the_request(served: Served, monkeypatch
     assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == len(wanted)
     row = request_of({"custom_id": "a", "body": {name: body[name] for name in body if name != "model"}})
     assert (row["chat_template_kwargs"], row["reasoning_effort"]) == ({"enable_thinking": False}, "low")
+
+
+KNOWN = (
+    "{% for m in messages %}{% if m.role == 'control' %}!{% elif m.role == 'user' %}{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "said"),
+    [
+        (KNOWN, {"role": "usr", "content": "a"}, "the role of a message must be one of system, developer, user,"),
+        (None, {"role": "usr", "content": "a"}, "tool, function, got 'usr'"),
+        (KNOWN, {"role": "control", "content": "a"}, None),
+        ("{{ messages[1].role }}", {"role": "usr", "content": "a"}, None),
+        (KNOWN, {"role": "tool", "content": "a"}, None),
+        (KNOWN, {"role": "user"}, "a message must have a content or tool_calls, got {'role': 'user'}"),
+        (KNOWN, {"role": "assistant", "content": None}, "a message must have a content"),
+        (KNOWN, {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}, None),
+        (KNOWN, {"content": "a"}, "a turn of messages must be an object with a role"),
+    ],
+)  # fmt: skip
+def test_a_message_that_the_template_would_not_read_is_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch, template: str | None, message: Any, said: str | None
+) -> None:
+    bundled = load_tokenizer(str(ASSETS / "target")).chat_template
+    monkeypatch.setattr(served.tokenizer, "chat_template", template or bundled)
+    body = {"messages": [{"role": "user", "content": "Hi"}, message]}
+    answer = served.post("/tokenize", body)
+    assert answer.status_code == (200 if said is None else 400), answer.text
+    if said is None:
+        return
+    error = answer.json()["error"]
+    assert said in error["message"] and error["param"] == "messages"
+    with pytest.raises(ValueError, match=re.escape(said)):
+        generator = RowGenerator(served.engine.lm, served.tokenizer, SuffixDrafter(), max_new_tokens=1)
+        raise ValueError(generator.run([request_of(body)])[0]["reason"])
 
 
 @pytest.mark.parametrize("options", [{"tokenize": True}, {"chat_template": "x"}, [1], "x"])

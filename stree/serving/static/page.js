@@ -8,7 +8,7 @@ const END_ROOM = 3; // pixels from its end at which a text still follows what is
 let runs = {}, shown = null, follows = true, abort = null, isDue = false;
 
 function newRun(name, settings) {
-  return {name, settings, steps: [], words: [], tokens: 0, rounds: 0, emitted: 0, drafted: [], accepted: [], isShared: false};
+  return {name, settings, steps: [], words: [], tokens: 0, rounds: 0, drafted: [], accepted: [], isShared: false};
 }
 
 function addStep(run, {text, ids, tree, prefill_s, decode_s, is_shared, finish_reason}) {
@@ -22,7 +22,6 @@ function addStep(run, {text, ids, tree, prefill_s, decode_s, is_shared, finish_r
   run.tokens += ids.length;
   if (!tree) return;
   run.rounds += 1;
-  run.emitted += tree.path.length;
   const counts = depthCounts(tree);
   counts.drafted.forEach((count, depth) => { run.drafted[depth] = (run.drafted[depth] ?? 0) + count; });
   counts.accepted.forEach((count, depth) => { run.accepted[depth] = (run.accepted[depth] ?? 0) + count; });
@@ -73,13 +72,14 @@ function writeText(run) {
   if (isAtEnd && !run.finish_reason) box.scrollTop = box.scrollHeight;
 }
 
-const decoding = run => run.tokens > 1 && run.decode_s > 0 ? (run.tokens - 1) / run.decode_s : null;
+const later = run => Math.max(run.tokens - 1, 0); // the prompt's pass gives the first token
+const decoding = run => run.tokens > 1 && run.decode_s > 0 ? later(run) / run.decode_s : null;
 const whole = run => run.prefill_s + run.decode_s > 0 ? run.tokens / (run.prefill_s + run.decode_s) : null;
 const number = (value, digits) => value == null || !Number.isFinite(value) ? "–" : value.toFixed(digits);
 const FIGURES = [
-  ["tokens", run => run.tokens],
+  ["tokens after the first", run => later(run)],
   ["steps", run => run.rounds],
-  ["tokens a step", run => number(run.emitted / run.rounds, 2)],
+  ["tokens a step", run => number(later(run) / run.rounds, 2)],
   ["seconds of prefill", run => number(run.prefill_s, 2)],
   ["seconds of decoding", run => number(run.decode_s, 2)],
   ["tokens/s without prefill", run => number(decoding(run), 0)],
