@@ -62,8 +62,9 @@ def test_a_run_writes_records_and_a_page_and_reports_what_it_measured(
     fields = {name for record in timed for name in (*record, *record["params"])} - {"metric", "provider", "env"}
     assert not [name for name in fields if f"`{name}`" not in page], "every field of a record is documented"
     assert main(["bench", "report", str(run), "--markdown"]) == 0
-    table = capsys.readouterr().out.splitlines()
+    *table, empty, note = capsys.readouterr().out.splitlines()
     assert len(table) == 4 and table[0].startswith("| suite")
+    assert not empty and note.startswith("Intervals need at least 3 prompts")
     assert main(["bench", "report", str(run), "--markdown", "--out", str(tmp_path / "x")]) == 2
     assert "--markdown only prints a table" in capsys.readouterr().err
     assert main(["bench", "report", str(run), "--out", str(tmp_path / "x")]) == 0
