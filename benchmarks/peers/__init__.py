@@ -1,0 +1,1 @@
+"""Other programs that run the same models, measured beside this library."""
