@@ -18,7 +18,7 @@ logger = logging.getLogger("stree")
 
 OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/", "/favicon.ico", "/openapi.json"}
 ID_HEADER, LONGEST_ID = b"x-request-id", 128
-LEFT = 499  # in the log: the client has left before an answer
+LEFT = 499  # in the log: the client has left before the end of its answer
 LAST_EVENT_S = 1.0  # that a client has to read the end of its stream
 
 
@@ -71,30 +71,39 @@ class Guard:
             return
         given = dict(scope["headers"]).get(ID_HEADER, b"")
         request_id = given if 0 < len(given) <= LONGEST_ID else secrets.token_hex(16).encode()
-        status, began = None, time.perf_counter()
+        status, logged, began = None, LEFT, time.perf_counter()
 
         async def named(message: Any) -> None:
-            nonlocal status
+            nonlocal status, logged
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message = {**message, "headers": [*message.get("headers", ()), (ID_HEADER, request_id)]}
+            elif not message.get("more_body", False):
+                logged = status or LEFT
             await send(message)
 
         try:
             self._check(scope)
             await (self._post if scope["method"] == "POST" else self._app)(scope, receive, named)
         except APIError as error:
-            await error_response(error)(scope, receive, named)
+            if status is None:
+                await error_response(error)(scope, receive, named)
+            logged = error.status
         except Exception as error:
+            logged = 500
             if status is not None:
                 raise
             logger.exception("the request %s failed", ascii(request_id.decode("latin-1")))
             await error_response(APIError(500, f"the server failed: {type(error).__name__}"))(scope, receive, named)
         finally:
-            log_request(scope, request_id.decode("latin-1"), status or LEFT, began)
+            log_request(scope, request_id.decode("latin-1"), logged, began)
 
     async def _post(self, scope: Any, receive: Any, send: Any) -> None:
-        """Run a request until the server ends it: then it is answered by an error, a stream by an event and its end."""
+        """Run a request until the server ends it: then it is answered by an error, a stream by an event and its end.
+
+        Raises:
+            APIError: the server has ended it; an open stream has this error as its last event.
+        """
         is_started = is_open_stream = False
 
         async def noted(message: Any) -> None:
@@ -118,12 +127,12 @@ class Guard:
         finally:
             self._requests.discard(limit)
         error = stopping("the server stops, and the time of its last requests is over")
-        if not is_started:
-            raise error
         if is_open_stream:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_EVENT_S):
                     await send({"type": "http.response.body", "body": error_event(error).encode(), "more_body": False})
+        if is_open_stream or not is_started:
+            raise error
 
     def _check(self, scope: Any) -> None:
         headers = dict(scope["headers"])

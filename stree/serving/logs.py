@@ -61,7 +61,7 @@ def log_request(scope: Any, request_id: str, status: int, began: float) -> None:
     Args:
         scope: of ASGI; ``handles`` of its state are the requests of the engine that it has made.
         request_id: of its header.
-        status: of the response.
+        status: of the response, or of the error that has ended it.
         began: by ``time.perf_counter``.
     """
     fields = {

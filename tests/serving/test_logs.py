@@ -5,16 +5,19 @@ Run: python -m pytest tests/serving/test_logs.py
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
+from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 from helpers.http_served import KEY, PROMPT, Served
 
+from stree.serving.guard import Guard, OpenRequests
 from stree.serving.logs import configure
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3, "n": 2, "ignore_eos": True}
@@ -76,3 +79,32 @@ def test_an_unexpected_error_has_its_traceback(
     error, request = map(json.loads, capsys.readouterr().err.splitlines())
     assert error["level"] == "ERROR" and error["traceback"].endswith("ZeroDivisionError: division by zero")
     assert request["status"] == 500 and request["request_id"] in error["message"]
+
+
+@pytest.mark.parametrize(("end", "status"), [("client leaves", 499), ("server stops", 503), ("text ends", 200)])
+def test_a_stream_is_logged_by_how_it_has_ended(end: str, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    requests, messages = OpenRequests(), [{"type": "http.request", "body": b""}]
+
+    async def events() -> AsyncIterator[str]:
+        yield "data: a"
+        if end == "server stops":
+            requests.end()
+        if end != "text ends":
+            await asyncio.Event().wait()
+
+    async def receive() -> Any:
+        if not messages and end != "client leaves":
+            await asyncio.Event().wait()
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    sent = list[Any]()
+    configure("json", "info")
+    app = StreamingResponse(events(), media_type="text/event-stream")
+    guard = Guard(app, api_key=None, max_body=9, requests=requests)
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    asyncio.run(guard(scope, receive, send))
+    assert sent[0]["status"] == 200 and (b"the server stops" in sent[-1]["body"]) == (end == "server stops")
+    assert json.loads(capsys.readouterr().err)["status"] == status
