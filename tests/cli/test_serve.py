@@ -94,7 +94,7 @@ def test_a_server_with_a_certificate_at_a_socket_behind_a_proxy_with_lines_of_js
         server.kill()
         assert server.stderr is not None
         records = [json.loads(line) for line in server.stderr.read().splitlines()]
-        records = [record for record in records if not record["message"].startswith("torch runs on ")]
+        records = [record for record in records if not record["message"].startswith(("torch runs on ", "steps run "))]
     assert records[0]["message"] == f"stree serves bundled at unix:{path}"
     assert [(each["path"], each["status"]) for each in records[1:]] == [
         ("/api/v1/models", 401), ("/api/openapi.json", 200), ("/api/v1/completions", 200),

@@ -132,7 +132,7 @@ def test_log_probabilities_and_token_rules_take_what_was_checked(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"logprobs": 3}, RULES])
+@pytest.mark.parametrize("options", [{"logprobs": 3}, pytest.param(RULES, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("has_drafter", "sampling", "verifier"),

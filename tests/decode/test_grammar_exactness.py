@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from helpers.grammars import END, letters_tokenizer, masked, regular
 from torch import Tensor
 
@@ -139,7 +140,7 @@ def name_of(value: Any) -> str:
     return value if isinstance(value, str) else f"{value[0]}-{type(value[1]).__name__}-{value[3]}"
 
 
-SLOW_CASES = [pytest.param(*one, marks=pytest.mark.slow) for one in SLOW]
+SLOW_CASES = slow_unless(lambda *_: False, SLOW, in_ci=lambda *one: SLOW.index(one) % 4 == 0)
 
 
 @pytest.mark.parametrize(("case", "pattern"), [*CASES, *SLOW_CASES], ids=name_of)
