@@ -15,10 +15,11 @@ from torch import Tensor
 from stree.models.state import DecodeState
 from stree.tree import TokenTree
 
-__all__ = ["KeptPrefix", "PrefixCache", "Prefixes", "PromptRun"]
+__all__ = ["KeptPrefix", "PrefixCache", "PromptRun", "RequestPrefixes"]
 
-LEAST_BRANCH = 64  # tokens that a text must share with another, behind the state that it starts from, to be kept
-LEAST_SHARED = 16  # the same where a request says that they are shared
+# Least tokens between the state that a prompt starts from and another one that is kept: where an earlier text goes
+# another way, and after those that the request calls shared.
+MIN_BRANCH_TOKENS, MIN_SHARED_TOKENS = 64, 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,30 +115,29 @@ class PrefixCache:
 def _common_length(first: np.ndarray, second: np.ndarray) -> int:
     """Count the tokens with which both begin."""
     size = min(len(first), len(second))
-    if size <= LEAST_BRANCH or first[LEAST_BRANCH] != second[LEAST_BRANCH]:  # most texts differ early
+    if size <= MIN_BRANCH_TOKENS or first[MIN_BRANCH_TOKENS] != second[MIN_BRANCH_TOKENS]:  # most texts differ early
         return 0
     differs = first[:size] != second[:size]
     return int(differs.argmax()) if differs.any() else size
 
 
 @dataclass(slots=True)
-class Prefixes:
-    """What the prompt of one request starts from and keeps.
+class RequestPrefixes:
+    """One request's use of the cache.
 
     Attributes:
-        cache: of earlier texts.
-        shared: tokens at the beginning that other requests have, too, such as a system prompt; 0 where that is unknown.
-        epoch: of the cache, when the request began.
+        cache: shared with other requests.
+        shared: first tokens of the prompt that other requests begin with, too, such as a system prompt; 0 if unknown.
+        epoch: of the cache when the prompt began to run.
     """
 
     cache: PrefixCache
     shared: int = 0
     epoch: int = 0
 
-    def begun(self) -> Prefixes:
-        """Note the epoch: the request begins to run."""
+    def begin(self) -> None:
+        """Note the epoch: the prompt begins to run."""
         self.epoch = self.cache.epoch
-        return self
 
     @property
     def keeps(self) -> bool:
@@ -145,15 +145,15 @@ class Prefixes:
         return self.cache.max_bytes > 0
 
     def keep(self, tokens: np.ndarray, state: DecodeState, *outputs: Tensor | None) -> None:
-        """Copy the state of one row after int64[n] tokens, with logits and hidden states, into the cache."""
+        """Copy into the cache the state of one row after int64[n] tokens, with logits and hidden states if given."""
         self.cache.put(KeptPrefix(tokens, state.resized(len(tokens), 1), *outputs), self.epoch)
 
 
 class PromptRun:
-    """Runs a prompt by a model, from the longest state that was kept.
+    """The prefill of one prompt, from the longest state in the cache that it begins with.
 
-    States are kept at the prompt's end, behind the tokens that a request calls shared, and where the prompt goes
-    another way than an earlier text of which there is no state.
+    States are kept after the whole prompt, after the tokens that the request calls shared, and where the prompt departs
+    from an earlier text.
 
     Args:
         lm: the model, a TreeLM.
@@ -161,8 +161,8 @@ class PromptRun:
         state: an empty one of one row.
         prefixes: of the request.
         hidden_layers: layers whose hidden states are returned, or None.
-        reads: called with logits, float[1, m, vocab], and the int64[1, m] tokens of the prompt that follow, in turn for
-            the whole prompt, which then runs as trees do, from its beginning; or None.
+        on_logits: called with float[1, m, vocab] logits and the int64[1, m] tokens that follow in the prompt, in turn
+            for the whole prompt.  The prompt then runs as chains of nodes, from its beginning; None: prefill.
 
     Attributes:
         state: after the tokens that have run.
@@ -174,57 +174,70 @@ class PromptRun:
     logits: Tensor
 
     def __init__(
-        self, lm: Any, prompt: Sequence[int], state: DecodeState, prefixes: Prefixes,
-        hidden_layers: Sequence[int] | None = None, reads: Callable[[Tensor, Tensor], None] | None = None,
+        self, lm: Any, prompt: Sequence[int], state: DecodeState, prefixes: RequestPrefixes,
+        hidden_layers: Sequence[int] | None = None, on_logits: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:  # fmt: skip
-        self._lm, self.state, self.prefixes, self._layers, self._reads = lm, state, prefixes, hidden_layers, reads
+        self._lm, self.state, self.prefixes, self._on_logits = lm, state, prefixes, on_logits
+        self._layers = {} if hidden_layers is None else {"hidden_layers": hidden_layers}
         self._tokens = np.asarray(prompt, np.int64)
         self._hidden = list[Tensor]()
         kept, branch = prefixes.cache.longest(state.specs, self._tokens, needs_hidden=hidden_layers is not None)
-        kept = kept if reads is None else None
+        kept = kept if on_logits is None else None
         self.num_cached = 0 if kept is None else len(kept.tokens)
         if kept is not None:
             state.overwrite(kept.state)
             self.logits = state.lengths.new_zeros(0) if kept.logits is None else kept.logits
             self._hidden += [] if kept.hidden is None else [kept.hidden]
         self._done = self.num_cached
-        leasts = (branch, LEAST_BRANCH), (min(prefixes.shared, len(prompt)), LEAST_SHARED)
+        leasts = (branch, MIN_BRANCH_TOKENS), (min(prefixes.shared, len(prompt)), MIN_SHARED_TOKENS)
         borders = {border for border, least in leasts if prefixes.keeps and border >= self._done + least}
         self._borders = sorted({len(prompt)} | borders)
 
     @property
     def hidden(self) -> Tensor | None:
         """Hidden states of the tokens that have run, float[1, n, layers, hidden], where they are wanted."""
-        return torch.cat(self._hidden, 1) if self._layers is not None else None
+        return torch.cat(self._hidden, 1) if self._layers else None
 
     def run(self, size: int | None = None) -> bool:
         """Run at most ``size`` tokens, up to the next border, or all that are left; return whether all have run."""
+        run = self._prefill if self._on_logits is None else self._score
         while self._done < len(self._tokens):
             border = next(border for border in self._borders if border > self._done)
             end = border if size is None else min(border, self._done + size)
-            piece = torch.from_numpy(self._tokens[None, self._done : end])
-            run = self._lm.extend if self._done else self._lm.prefill
-            layers = {} if self._layers is None else {"hidden_layers": self._layers}
-            if self._reads is not None:
-                piece = piece[:, : self.state.max_nodes]
-                run, end = self._lm.verify, self._done + piece.shape[1]
-            given = run(self.state, piece if self._reads is None else TokenTree.chain(piece), **layers)
-            self.logits, hidden = given if layers else (given, None)
-            self._hidden += [] if hidden is None else [hidden]
-            if self._reads is not None:
-                self._read_scored(end)
-            self._done = end
-            if end == border and self.prefixes.keeps:
-                self.prefixes.keep(self._tokens[:end], self.state, self.logits, self.hidden)
+            self._done = run(end)
+            if self._done == border and self.prefixes.keeps:
+                self.prefixes.keep(self._tokens[:border], self.state, self.logits, self.hidden)
             if size is not None:
                 break
         return self._done == len(self._tokens)
 
-    def _read_scored(self, end: int) -> None:
-        """Commit the chain of tokens that was scored, up to ``end``, and let its logits be read."""
-        path = torch.arange(end - self._done, dtype=torch.int32, device=self.state.lengths.device)[None]
+    def _prefill(self, end: int) -> int:
+        """Run the tokens before ``end``; return how many have run."""
+        run = self._lm.extend if self._done else self._lm.prefill
+        self.logits = self._without_hidden(run(self.state, self._piece(self._done, end), **self._layers))
+        return end
+
+    def _score(self, end: int) -> int:
+        """Score the tokens before ``end``, as many as a tree may have, and commit them; return how many have run."""
+        end = min(end, self._done + self.state.max_nodes)
+        chain = TokenTree.chain(self._piece(self._done, end))
+        logits = self._without_hidden(self._lm.verify(self.state, chain, **self._layers))
+        path = torch.arange(end - self._done, dtype=torch.int32, device=logits.device)[None]
         self._lm.commit(self.state, path, torch.full_like(self.state.lengths, path.shape[1]))
-        following = torch.from_numpy(self._tokens[None, self._done + 1 : end + 1]).to(self.logits.device)
-        assert self._reads is not None, "the caller has checked"
-        self._reads(self.logits[:, : following.shape[1]], following)
-        self.logits = self.logits[:, -1]
+        following = self._piece(self._done + 1, end + 1).to(logits.device)
+        assert self._on_logits is not None, "prompts are scored for it"
+        self._on_logits(logits[:, : following.shape[1]], following)
+        self.logits = logits[:, -1]
+        return end
+
+    def _piece(self, begin: int, end: int) -> Tensor:
+        """Return some tokens of the prompt, int64[1, m]."""
+        return torch.from_numpy(self._tokens[None, begin:end])
+
+    def _without_hidden(self, outputs: Any) -> Tensor:
+        """Return the logits of a forward, and put its hidden states, if any, beside the earlier ones."""
+        if not self._layers:
+            return outputs  # type: ignore[no-any-return]
+        logits, hidden = outputs
+        self._hidden.append(hidden)
+        return logits  # type: ignore[no-any-return]

@@ -89,7 +89,7 @@ class DiffusionNetwork(nn.Module):
     def encode(self, tokens: Tensor, is_text: Tensor) -> Context:
         """Run int64[batch, n] tokens causally, of which bool[batch, n] are text, at the positions 0, 1, ..."""
         place = torch.arange(tokens.shape[1], device=tokens.device)
-        # What is no text sees itself alone: a softmax over nothing is undefined.
+        # Padding attends to itself alone: a softmax over nothing is undefined.
         is_visible = (place <= place[:, None]) & (is_text[:, None] | (place == place[:, None]))
         return self._run(tokens, place[None], is_visible, None)[1]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen
-from stree.models.prefix_cache import Prefixes
+from stree.models.prefix_cache import RequestPrefixes
 from stree.models.tree_lm import TreeLM
 from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
@@ -101,7 +101,7 @@ class DraftRun:
     processor: TreeProcessor | None = None
     sampling: AnySampling | None = None
     forced: Callable[[], Sequence[Sequence[int]]] | None = None
-    prefixes: Prefixes | None = None
+    prefixes: RequestPrefixes | None = None
 
     def prepare(self, seen: Seen, budget: int) -> int:
         """Do what only the next step needs of the host, before it drafts; return the draft calls that it took.

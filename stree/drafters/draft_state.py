@@ -16,7 +16,7 @@ from stree.growth import Plan, Proposal
 from stree.kernels.dispatch import fixes_shapes, host_bound
 from stree.kernels.step.bookkeeping import path_on_columns
 from stree.kernels.step.texts import Seen
-from stree.models.prefix_cache import Prefixes, PromptRun
+from stree.models.prefix_cache import PromptRun, RequestPrefixes
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import AnySampling, Random
@@ -123,7 +123,9 @@ class DraftState:
         if empty := [row for row, prompt in enumerate(self.prompts) if len(prompt) == 1]:
             self.decode_state.reset_rows(empty)
 
-    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], prefixes: Prefixes | None = None) -> None:
+    def begin(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], prefixes: RequestPrefixes | None = None
+    ) -> None:
         """Begin other texts in some rows, or all, in the same memory, from states that were kept."""
         self._empty(rows, prompts)
         if self._state is None:

@@ -12,7 +12,7 @@ from stree.drafters.base import Draft
 from stree.drafters.draft_state import DraftState
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash import OneShotHead
-from stree.models.prefix_cache import Prefixes
+from stree.models.prefix_cache import RequestPrefixes
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -57,7 +57,9 @@ class FeatureState(DraftState):
         """Return the logits of what follows the nodes ``first``.. of a growing tree; 0 begins another tree."""
         raise NotImplementedError
 
-    def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]], prefixes: Prefixes | None = None) -> None:
+    def begin(
+        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], prefixes: RequestPrefixes | None = None
+    ) -> None:
         """Begin other texts in some rows, or all; ``read_prompts`` follows."""
         self._empty(rows, prompts)
         self._number[list(rows)] = 0

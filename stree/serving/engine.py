@@ -24,7 +24,7 @@ from stree.decode.stop_strings import new_text_stops
 from stree.decode.token_rules import check_names
 from stree.drafters import Drafter
 from stree.growth import Growth, sized_growth
-from stree.models.prefix_cache import PrefixCache, Prefixes, PromptRun
+from stree.models.prefix_cache import PrefixCache, PromptRun, RequestPrefixes
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.serving.handle import QueueFull, RequestHandle
@@ -128,7 +128,7 @@ class Engine:
         """
         check_flags(cache=cache)
         check_sizes(num_shared=num_shared or None, prompt_logprobs=prompt_logprobs or None)
-        handle = RequestHandle(self.totals, Prefixes(self._cache if cache else PrefixCache(0), int(num_shared)))
+        handle = RequestHandle(self.totals, RequestPrefixes(self._cache if cache else PrefixCache(0), int(num_shared)))
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, budget=budget,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
@@ -230,11 +230,11 @@ class Engine:
         try:
             if not self._batch.takes_up_weights(self._cache):
                 with self._changed:
-                    self._waiting.appendleft((handle, request))
-                return None
+                    return self._waiting.appendleft((handle, request))
             handle.note("started")
-            given = self._batch.new_row(), handle.prefixes.begun(), self._drafter.hidden_layers, handle.reads_prompt
-            prefill = PromptRun(self.lm, request.prompt, *given)
+            handle.prefixes.begin()
+            row, layers = self._batch.new_row(), self._drafter.hidden_layers
+            prefill = PromptRun(self.lm, request.prompt, row, handle.prefixes, layers, handle.reads_prompt)
         except Exception as error:
             return handle.finish("error", error)
         handle.num_cached = prefill.num_cached

@@ -17,7 +17,7 @@ from stree.decode.request import Request
 from stree.decode.sequences import Text
 from stree.decode.stats import Generation
 from stree.decode.step_records import AcceptedCounts, StepRecord
-from stree.models.prefix_cache import Prefixes
+from stree.models.prefix_cache import RequestPrefixes
 from stree.serving.totals import Totals
 
 __all__ = ["EmittedStep", "QueueFull", "RequestHandle"]
@@ -56,7 +56,7 @@ class RequestHandle:
         finish_reason: "stop", "length", "cancelled" or "error"; None while it waits or runs.
     """
 
-    def __init__(self, totals: Totals, prefixes: Prefixes) -> None:
+    def __init__(self, totals: Totals, prefixes: RequestPrefixes) -> None:
         self.finish_reason: str | None = None
         self._totals, self.prefixes = totals, prefixes
         self.sequence: Text | None = None  # what follows belongs to the engine's thread

@@ -20,16 +20,18 @@ from stree.serving.protocol import ChatRequest
 
 __all__ = ["ResponsesRequest", "respond"]
 
-# Values that ask for nothing of fields that are not done; null is always one.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Fields that are not supported, with the values that leave them off; null always does.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (False,), "include": ([],), "truncation": ("disabled",), "top_logprobs": (0,),
     "previous_response_id": (), "conversation": (), "prompt": (), "max_tool_calls": (), "stream_options": ({},),
     "context_management": ([],), "moderation": (),
 }  # fmt: skip
-# Fields of a chat that are written otherwise here, or not done.
-OTHERWISE = {"messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort",
-    "prompt_logprobs",
-             "separate_reasoning"}  # fmt: skip
+# Fields of a chat that have another name here, or none.
+CHAT_ONLY = {
+    "messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "response_format", "reasoning_effort",
+    "prompt_logprobs", "separate_reasoning",
+}  # fmt: skip
+# Fields of a chat -> what they are called here.
 NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -68,10 +70,10 @@ class ResponsesRequest(BaseModel):
         for name, value in extra.items():
             if value is None:
                 continue
-            asks = not any(value == one and type(value) is type(one) for one in NEUTRAL.get(name, ()))
-            if name in OTHERWISE or (name in NEUTRAL and asks):
+            is_off = any(value == one and type(value) is type(one) for one in UNSUPPORTED.get(name, ()))
+            if name in CHAT_ONLY or (name in UNSUPPORTED and not is_off):
                 raise _unsupported(name, value)
-        extra = {name: value for name, value in extra.items() if name not in (*NEUTRAL, *ANY_VALUE)}
+        extra = {name: value for name, value in extra.items() if name not in (*UNSUPPORTED, *ANY_VALUE)}
         text, reasoning = dict(self.text or {}), dict(self.reasoning or {})
         fields = {
             "model": self.model, "messages": [*self._messages()], "max_tokens": self.max_output_tokens,

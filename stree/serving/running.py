@@ -19,7 +19,7 @@ from stree.decode.step_result import StepResult
 from stree.decode.token_rules import TokenRules
 from stree.decode.tree_sizes import budget_policy
 from stree.models.layout import layout_of, writes_of
-from stree.models.prefix_cache import PrefixCache, Prefixes, PromptRun
+from stree.models.prefix_cache import PrefixCache, PromptRun, RequestPrefixes
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
@@ -118,7 +118,7 @@ class RunningBatch:
         assert self._loop is not None, "sequences run"
         self._loop.advance()
 
-    def keep_state(self, sequence: Text, prefixes: Prefixes) -> None:
+    def keep_state(self, sequence: Text, prefixes: RequestPrefixes) -> None:
         """Keep the state of a sequence that has ended, after the tokens that it has read: all but the last one.
 
         Nothing is kept where the host has ended it, by a stop string, before tokens that were read already, and where
