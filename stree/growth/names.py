@@ -140,6 +140,8 @@ def parse_growth(text: str) -> NamedGrowth:
 def _dynamic(name: str, items: list[str]) -> NamedGrowth:
     """Read the size and the options of a growth that fills a budget."""
     growth, budget = GROWTHS[name], None
+    if not isinstance(growth, type):
+        raise ValueError(f"GROWTHS[{name!r}] must be a class of growths, got {growth!r:.80}")
     options: dict[str, Any] = {}
     known = [field.name for field in fields(growth) if field.name in OPTIONS]
     size = re.fullmatch(r"(\d+)(?:x(\d+))?", items[0]) if items else None

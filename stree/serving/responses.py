@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from stree.request_fields import ANY_VALUE, shortened
 from stree.serving.errors import APIError
@@ -58,6 +58,13 @@ class ResponsesRequest(BaseModel):
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _check_input(cls, given: Any) -> Any:
+        if not isinstance(given, str) and not (isinstance(given, list) and all(isinstance(one, dict) for one in given)):
+            raise ValueError(f"input must be a text or a list of items, got {shortened(given)}")
+        return given
 
     def chat(self) -> ChatRequest:
         """Return the chat that asks for the same.

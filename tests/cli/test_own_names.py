@@ -46,6 +46,9 @@ def test_names_of_an_imported_file_are_read(own: Path, capsys: pytest.CaptureFix
     )
     assert "made by name" in capsys.readouterr().out
     assert str(parse_growth("wide:8,width=3").growth) == "Wide(width=3)"
+    GROWTHS["wide"] = GROWTHS["wide"](width=3)
+    with pytest.raises(ValueError, match=r"GROWTHS\['wide'\] must be a class of growths, got Wide"):
+        parse_growth("wide:8")
     (method,) = parse_methods("repeat:8@mine")
     assert (method.drafter, method.budget, method.verifier) == ("repeat", 8, "mine")
 

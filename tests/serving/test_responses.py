@@ -98,6 +98,7 @@ def test_calls_of_tools_are_items(served: Served, monkeypatch: pytest.MonkeyPatc
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "an item of type 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "content part of type"),
         ({"input": []}, "input", "list of turns"),
+        ({"input": 5}, "input", "input must be a text or a list of items, got 5"),
         ({"text": {"format": {"type": "xml"}}}, "text", "type"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools, got none"),
     ],
