@@ -62,6 +62,7 @@ def opened(page: Page, served: Served, link: str = "", **fields: object) -> None
 
 def ended(page: Page) -> None:
     page.locator("#status", has_text="Done").wait_for()
+    page.evaluate("new Promise(drawn => requestAnimationFrame(() => requestAnimationFrame(drawn)))")
 
 
 def figure(page: Page, name: str) -> list[str]:
