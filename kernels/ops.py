@@ -519,7 +519,7 @@ def _check_seed(seed: int | Tensor | None, like: Tensor) -> None:
         check("seed", seed, "int64", (like.shape[:1].numel(),) if seed.dim() else (), like)
 
 
-@operation("sampling.kernel", cpu="sampling.philox", position="...: int64", sequence="...: int64", node="...: int64")
+@operation("sampling.kernel", cpu="sampling.cpu", position="...: int64", sequence="...: int64", node="...: int64")
 def philox_uniform(
     position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int = 0, backend: Backend = "auto"
 ) -> Tensor:

@@ -8,11 +8,12 @@ weight, which a cache does not hold; they are repeated.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor, library, nn
@@ -32,25 +33,34 @@ class _Packing:
     Attributes:
         weight: the tensor that was packed.
         source: its memory, kept so that no other tensor takes it.
+        address: of that memory.
         version: number of writes to the weight before it was packed.
         packed: the copy.
+        most_few: most numbers of an input that MKL multiplies faster.
+        repeats_rows: whether four rows are multiplied faster than one or two.
     """
 
     weight: Tensor
     source: Tensor
+    address: int
     version: int
     packed: Tensor
+    most_few: int
+    repeats_rows: bool
 
     @classmethod
     def of(cls, weight: Tensor) -> _Packing:
         """Pack a weight; if another thread writes to it meanwhile, its version says later that it has changed."""
-        version, source = weight._version, weight.detach()
-        return cls(weight, source, version, torch.ops.mkldnn._reorder_linear_weight(source))
+        version, source, mkl_rows = weight._version, weight.detach(), _mkl_rows()
+        return cls(
+            weight, source, source.data_ptr(), version, torch.ops.mkldnn._reorder_linear_weight(source),
+            most_few=mkl_rows * weight.shape[1] if weight.dtype == torch.float32 else 0,
+            repeats_rows=weight.nbytes >= LARGE and not mkl_rows,
+        )  # fmt: skip
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether this is the weight as it is now."""
-        is_same = self.weight is weight and self.version == weight._version
-        return is_same and self.source.data_ptr() == weight.data_ptr()
+        return self.weight is weight and self.version == weight._version and self.address == weight.data_ptr()
 
 
 class PackedWeight:
@@ -64,25 +74,25 @@ class PackedWeight:
     """
 
     def __init__(self) -> None:
-        self.number = next(_numbers)
+        self.number = number = next(_numbers)
         self._packing: _Packing | None = None
         self._lock = threading.Lock()  # of the thread that packs
-        _by_number[self.number] = self
+        _by_number[number] = ref(self, lambda _: _by_number.pop(number, None))
 
     def __reduce__(self) -> Any:
         return PackedWeight, ()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
-        if x.dtype == torch.float32 and x.numel() <= _mkl_rows() * x.shape[-1]:
-            return nn.functional.linear(x, weight, bias)
         packing = self._packing
         if packing is None or not packing.is_of(weight):
             packing = self._pack(weight)
-        rows = x.numel() // x.shape[-1]
-        if rows not in (1, 2) or weight.nbytes < LARGE or _mkl_rows():
-            return _product(x, packing.packed, bias)
-        return _product(x.reshape(rows, -1).repeat(4 // rows, 1), packing.packed, bias)[:rows].view(*x.shape[:-1], -1)
+        if x.numel() <= packing.most_few:
+            return nn.functional.linear(x, weight, bias)
+        if packing.repeats_rows and (rows := x.numel() // x.shape[-1]) in (1, 2):
+            repeated = x.reshape(rows, -1).repeat(4 // rows, 1)
+            return _product(repeated, packing.packed, bias, "none", [], "")[:rows].view(*x.shape[:-1], -1)
+        return _product(x, packing.packed, bias, "none", [], "")
 
     def _pack(self, weight: Tensor) -> _Packing:
         """Pack a weight, unless another thread has just done so."""
@@ -93,12 +103,9 @@ class PackedWeight:
             return packing
 
 
-def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise.default(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
-
-
+_product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
 _numbers = count()
-_by_number = WeakValueDictionary[int, PackedWeight]()
+_by_number = dict[int, ref[PackedWeight]]()
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -143,7 +150,9 @@ def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Te
 
 
 def _linear_of_number(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
-    return _by_number[number].linear(x, weight, bias)
+    packed = _by_number[number]()
+    assert packed is not None, "the compiled function's model has it"
+    return packed.linear(x, weight, bias)
 
 
 def _shape_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:

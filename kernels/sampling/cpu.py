@@ -1,4 +1,4 @@
-"""Draws without replacement and top-k of probability rows, compiled for the CPU with numba.
+"""Random numbers, draws without replacement and top-k of probability rows, compiled for the CPU with numba.
 
 This file is imported with the first draw.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.kernels.numba_jit import compiled, inner
 
-__all__ = ["draw_distinct", "top"]
+__all__ = ["draw_distinct", "philox_uniform", "top"]
 
 BLOCK = 256  # tokens that are summed together
 
@@ -29,12 +29,46 @@ def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tenso
     return tokens, probs
 
 
+def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: int | Tensor, purpose: int) -> Tensor:
+    """Compute the uniform number of each counter; see `stree.kernels.ops`."""
+    numbers = torch.empty(position.shape, dtype=torch.float64)
+    if isinstance(seed, Tensor):
+        seeds = seed.reshape(-1).numpy().view(np.uint64)
+    else:
+        seeds = np.array([seed % (1 << 64)], np.uint64)
+    counters = (word.reshape(-1).numpy() for word in (position, sequence, node))
+    _uniform(*counters, np.uint64(purpose), seeds, numbers.view(-1).numpy())
+    return numbers
+
+
 def top(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Find the most probable tokens, the first of equal ones first; see `stree.kernels.sampling.top`."""
     best = probs.new_empty(*probs.shape[:-1], count)
     tokens = torch.empty(best.shape, dtype=torch.long)
     _top_rows(*_rows_of(probs, tokens, best))
     return best, tokens
+
+
+@compiled
+def _uniform(position: Array, sequence: Array, node: Array, purpose: np.uint64, seeds: Array, numbers: Array) -> None:
+    """Run ten rounds of Philox 4x32; the last argument is written.  A seed is of as many counters as every other."""
+    word, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
+    each = max(len(numbers) // max(len(seeds), 1), 1)
+    for at in range(len(numbers)):
+        seed = seeds[at // each]
+        c0, c1, c2, c3 = (
+            np.uint64(position[at]) & word,
+            np.uint64(sequence[at]) & word,
+            purpose,
+            np.uint64(node[at]) & word,
+        )
+        k0, k1 = seed & word, seed >> shift
+        for _ in range(10):
+            p0, p1 = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+            c0, c1, c2, c3 = (p1 >> shift) ^ c1 ^ k0, p1 & word, (p0 >> shift) ^ c3 ^ k1, p0 & word
+            k0, k1 = (k0 + np.uint64(0x9E3779B9)) & word, (k1 + np.uint64(0xBB67AE85)) & word
+        bits = (c0 >> np.uint64(5)) * np.uint64(1 << 26) + (c1 >> np.uint64(6))
+        numbers[at] = np.float64(bits) * 2.0**-53
 
 
 def _rows_of(*tensors: Tensor) -> list[Array]:
