@@ -15,12 +15,11 @@ from helpers.on_device import treat_as_on_device
 from helpers.random_rows import ALPHA, FixedRandom, random_rows
 from scipy import stats
 
-from stree.kernels.sampling.philox import philox_words
+from stree.kernels.ops import philox_uniform
 from stree.sampling import Random
 
 
-# Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, first words of the block. They need
-# a private function, because no public one returns whole words.
+# Known answers of Random123 (kat_vectors, philox4x32 with 10 rounds): counter, key, first words of the block.
 @pytest.mark.parametrize(
     ("counter", "key", "words"),
     [
@@ -37,10 +36,10 @@ from stree.sampling import Random
 def test_philox_returns_the_published_words(
     counter: tuple[int, int, int, int], key: tuple[int, int], words: tuple[int, int]
 ) -> None:
-    seed = key[0] | key[1] << 32
-    c0, c1, c2, c3 = counter
-    found = philox_words(np.array([c0]), np.array([c1]), c2, np.array([c3]), seed)
-    assert tuple(int(word[0]) for word in found) == words
+    position, sequence, purpose, node = counter
+    operands = (torch.tensor([word]) for word in (position, sequence, node))
+    found = philox_uniform(*operands, seed=key[0] | key[1] << 32, purpose=purpose)
+    assert found.item() == ((words[0] >> 5) * 2**26 + (words[1] >> 6)) * 2.0**-53  # its 53 bits
 
 
 @pytest.mark.parametrize("seed", [0, 2**40 + 3, -1, 2**64 + 1])
