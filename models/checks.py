@@ -111,7 +111,8 @@ def check_rotary(model: Any) -> None:
 
 def weight_places(model: Any) -> str:
     """Return the dtypes and devices of a model's weights as text, to compare and to print."""
-    return ", ".join(sorted({f"{weight.dtype} on {weight.device}" for weight in model.parameters()}))
+    places = {(weight.dtype, weight.device) for weight in model.parameters()}
+    return ", ".join(sorted(f"{dtype} on {device}" for dtype, device in places))
 
 
 def model_change(model: Any, patched_places: str, mixers: Iterable[Any]) -> str | None:

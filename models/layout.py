@@ -18,7 +18,7 @@ def layout_of(lm: PatchedModel) -> Hashable:
     """Return what a captured or compiled step of a model depends on: switches, hooks, addresses of weights."""
     modules = [*lm.model.modules()]
     settings = (setting for part in (*modules, *_configs(modules)) for setting in _settings(part))
-    return lm.defers_commit, lm.fused_layers, *map(_address, (*lm.model.parameters(), *lm.model.buffers())), *settings
+    return lm.defers_commit, lm.fused_layers, *settings
 
 
 def writes_of(lm: PatchedModel) -> Hashable:
@@ -41,7 +41,7 @@ def _configs(modules: Iterable[Any]) -> Iterable[Any]:
 
 
 def _settings(module: Any) -> Iterator[Any]:
-    """Class, hooks and switches of a module, or entries of its config."""
+    """Class, hooks, switches and addresses of weights of a module, or entries of its config."""
     yield type(module)
     for name, value in dict(vars(module)).items():  # a copy: another thread may patch the module now
         if isinstance(value, SETTINGS) and value:  # most are empty
@@ -49,12 +49,14 @@ def _settings(module: Any) -> Iterator[Any]:
 
 
 def _frozen(value: Any) -> Any:
-    """Copy numbers, names and collections of them; functions, such as hooks, become None."""
+    """Copy numbers, names, addresses of tensors and collections of them; functions, such as hooks, become None."""
     if isinstance(value, dict):
         return tuple((key, _frozen(part)) for key, part in value.items())
     if isinstance(value, (list, tuple, set)):
         return tuple(map(_frozen, value))
-    return value if isinstance(value, SETTINGS) else None
+    if isinstance(value, SETTINGS):
+        return value
+    return _address(value) if isinstance(value, Tensor) else None
 
 
 def _address(tensor: Tensor) -> int:

@@ -148,7 +148,7 @@ class TreeLM(TreeScorer):
         """
         self.check_mode()
         check_sizes(chunk_size=self.chunk_size)
-        self.check_current()
+        self.check_unchanged()
 
     @overload
     def prefill(

@@ -116,7 +116,7 @@ def _check_sizes(lm: TreeLM, sizes: Sequence[tuple[int, int, int, int, int]], ca
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run traces as they are: inductor takes ten times as long, and what it is given is what is tested."""
-    monkeypatch.setattr("stree.models.compiled_function.compile_fx", lambda graph, inputs: graph)
+    monkeypatch.setattr("stree.models.compiled_function.compile_fx", lambda graph, inputs, **_: graph)
 
 
 QUICK = {(17, 0, 4, 12, 61), (13, 3, 7, 12, 61)}
