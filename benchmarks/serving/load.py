@@ -1,13 +1,10 @@
-"""Load on ``stree serve`` with the bundled pair, over HTTP on this machine; prints one JSON line.
+"""Closed load on ``stree serve`` with the bundled pair, over HTTP on this machine; prints one JSON line.
 
-Run: python -m benchmarks.serving.load soak [--minutes 5] [--clients 64]
-     python -m benchmarks.serving.load throughput [--rounds 9]
+Run: python -m benchmarks.serving.load throughput [--rounds 9]
 
-``soak``: clients that come at random, ask for texts of random kinds and leave in a fifth of all cases.  Every finished
-text is compared with the text that ``stree.generate`` gives for the same request alone.  ``throughput``: tokens a
-second of one client and of eight, beside those of plain decoding; and of one client beside ``stree.generate``, both
-with trees of a fixed size, so that what "auto" chooses makes no difference.  Rounds are interleaved; a text before each
-clock brings back the pages of a process that was idle, which some machines reclaim.
+Tokens a second of one client and of eight, beside those of plain decoding; and of one client beside
+``stree.generate``, both with trees of a fixed size, so that what "auto" chooses makes no difference.  Rounds are
+interleaved; a text before each clock brings back the pages of a process that was idle, which some machines reclaim.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -87,25 +83,6 @@ async def chunks(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> A
                 yield json.loads(line[6:])["choices"][0]["text"]
 
 
-async def one_client(client: httpx.AsyncClient, url: str, expected: list[str], end: float, seen: Counter[str]) -> None:
-    """Ask for one text after the other until the end, leave some of them, and count what comes of them."""
-    bodies = requests(0)
-    while time.monotonic() < end:
-        await asyncio.sleep(random.expovariate(2.0))
-        number, most = random.randrange(len(bodies)), random.choice([2, *[1 << 30] * 4])
-        pieces: list[str] = []
-        try:
-            async for piece in chunks(client, url, bodies[number]):
-                pieces.append(piece)
-                if len(pieces) == most:
-                    seen["left"] += 1
-                    break
-            else:
-                seen["right" if "".join(pieces) == expected[number] else f"different: request {number}"] += 1
-        except Exception as error:
-            seen[f"{type(error).__name__}: {error}"] += 1
-
-
 def generated(pair: Pair, body: dict[str, Any], **options: Any) -> str:
     """Return the text of a request by ``stree.generate``."""
     ids = pair.tokenizer(body["prompt"])["input_ids"]
@@ -114,27 +91,6 @@ def generated(pair: Pair, body: dict[str, Any], **options: Any) -> str:
     out = stree.generate(pair.target, [ids], pair.drafter, **options)
     whole: str = pair.tokenizer.decode(out.sequences[0], skip_special_tokens=True)
     return whole[len(pair.tokenizer.decode(ids)) :]
-
-
-def soak(minutes: float, num_clients: int) -> Record:
-    """Count what comes of the texts that many clients ask for, and how the server's memory grows."""
-    pair, seen, resident = Pair.load(device="cpu"), Counter[str](), list[int]()
-    expected = [generated(pair, body) for body in requests(0)]
-
-    async def run(url: str, process: psutil.Process) -> None:
-        end = time.monotonic() + 60 * minutes
-        async with httpx.AsyncClient(timeout=300, limits=httpx.Limits(max_connections=num_clients)) as client:
-            clients = asyncio.gather(*(one_client(client, url, expected, end, seen) for _ in range(num_clients)))
-            while time.monotonic() < end:
-                await asyncio.sleep(1)
-                resident.append(process.memory_info().rss)
-            await clients
-
-    with served("--budget", f"{NODES}", "--max-batch", "8", "--max-queue", "1000", "--cache-mb", "64") as server:
-        asyncio.run(run(*server))
-    second = resident[len(resident) // 2 :]
-    growth = statistics.mean(second[-30:]) / statistics.mean(second[:30]) - 1
-    return {"texts": dict(seen.most_common(8)), "resident_growth_second_half": growth}
 
 
 async def speed(url: str, clients: int, seed: int) -> float:
@@ -190,14 +146,10 @@ def throughput(rounds: int) -> Record:
 def main() -> None:
     """Run what is asked for."""
     parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("what", choices=("soak", "throughput"))
-    parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("what", choices=("throughput",))
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    is_soak = options.what == "soak"
-    found = soak(options.minutes, options.clients) if is_soak else throughput(options.rounds)
-    finish([{"bench": f"serving-{options.what}", **found}], options.out)
+    finish([{"bench": "serving-throughput", **throughput(options.rounds)}], options.out)
 
 
 if __name__ == "__main__":
