@@ -87,7 +87,7 @@ def serve_app(
             "autoscaling_config": {"min_replicas": 1, "max_replicas": 8}, "ray_actor_options": {"num_gpus": 1},
         }))
 
-    Every replica loads the models and has an engine, a prefix cache and metrics of its own.
+    Every replica loads the models and has an engine, a prefix cache and metrics (``ray_metrics``) of its own.
 
     Args:
         target: the folder or hub id of a model.
@@ -105,6 +105,7 @@ def serve_app(
 
     def build() -> Any:
         """Make the application of a replica."""
+        from stree.integrations.ray_metrics import exported
         from stree.serving import Engine, in_own_thread
         from stree.serving.app import create_app
         from stree.serving.first_requests import run_first_requests
@@ -121,12 +122,14 @@ def serve_app(
         api_key = None if api_key_env is None else os.environ[api_key_env]
         words, load = _prepared(target, drafter, tokenizer, load_options or {})
         engine = in_own_thread(start)
-        app = create_app(engine, words, name or target, api_key=api_key, max_body=max_body)
+        replica = serve.get_replica_context().replica_tag
+        app = create_app(engine, words, name or target, api_key=api_key, max_body=max_body, replica=replica)
 
         @asynccontextmanager
         async def lifespan(_: Any) -> AsyncIterator[None]:
             with engine:
-                yield
+                async with exported(app.state.metrics):
+                    yield
 
         app.router.lifespan_context = lifespan
         return app

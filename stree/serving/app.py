@@ -24,7 +24,7 @@ ERRORS: Any = {status: {"description": "an error"} for status in (400, 401, 404,
 
 def create_app(
     engine: Engine, tokenizer: Any, model: str, *, api_key: str | None = None, max_body: int = 8 << 20,
-    has_metrics: bool = False, allowed_origins: Sequence[str] = (),
+    has_metrics: bool = False, allowed_origins: Sequence[str] = (), replica: str = "0",
 ) -> FastAPI:  # fmt: skip
     """Make the application; several of them may share a process.
 
@@ -36,9 +36,11 @@ def create_app(
         max_body: most bytes of a request's body.
         has_metrics: whether responses have ``metrics.speculative_decoding``, as vLLM's.
         allowed_origins: of other pages that browsers let ask this server (CORS); "*" for all.
+        replica: the label ``engine`` of the metrics.
 
     Returns:
-        The application.  No more requests are taken once ``app.state.requests.is_draining`` is True.
+        The application.  No more requests are taken once ``app.state.requests.is_draining`` is True;
+        ``app.state.metrics`` is what ``/metrics`` answers.
     """
     app = FastAPI(title="stree", version=version("stree"), docs_url=None, redoc_url=None)
     app.state.requests = OpenRequests()
@@ -46,7 +48,8 @@ def create_app(
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, requests=app.state.requests)
     if allowed_origins:  # before the guard, since browsers ask first, without a key
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    api = OpenAIAPI(engine, tokenizer, model, has_metrics=has_metrics)
+    api = OpenAIAPI(engine, tokenizer, model, has_metrics=has_metrics, replica=replica)
+    app.state.metrics = api.metrics
     _add_reports(app, api, engine)
     add_page(app, api, engine, needs_key=api_key is not None)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Sample
 
 from stree.serving.engine import Engine
 
@@ -41,11 +41,12 @@ class Metrics:
 
     Args:
         engine: its own sums are read when the metrics are, and count from now on.
-        model: a label of every metric.
+        model: the label ``model_name`` of every metric.
+        replica: the label ``engine``.
     """
 
-    def __init__(self, engine: Engine, model: str) -> None:
-        self._engine, self._labels, self._registry = engine, (model, "0"), CollectorRegistry()
+    def __init__(self, engine: Engine, model: str, replica: str = "0") -> None:
+        self._engine, self._labels, self._registry = engine, (model, replica), CollectorRegistry()
         self._before, self._accepted_before = engine.stats, [*engine.totals.accepted_at]
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -69,6 +70,9 @@ class Metrics:
         gauges = {name: stats[key] for key, name in GAUGES.items()}
         for name, value in {**gauges, "kv_cache_usage_perc": stats["held_tokens"] / capacity}.items():
             yield self._family(GaugeMetricFamily, name, value)
+        threads = GaugeMetricFamily("stree_num_threads", "CPU threads of torch in the last step.", labels=LABELS)
+        threads.add_metric(self._labels, self._engine.totals.num_threads)
+        yield threads
         for key, name in COUNTERS.items():
             yield self._family(CounterMetricFamily, name, stats[key] - self._before[key])
         name = "vllm:spec_decode_num_accepted_tokens_per_pos"
@@ -110,6 +114,11 @@ class Metrics:
         metric = family(f"vllm:{name}", text, labels=LABELS)
         metric.add_metric(self._labels, value)
         return metric
+
+    def samples(self) -> Iterator[Sample]:
+        """Return name, labels and value of everything but the process's own metrics."""
+        for family in self._registry.collect():
+            yield from (one for one in family.samples if "engine" in one.labels and not one.name.endswith("_created"))
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' format."""

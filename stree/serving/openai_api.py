@@ -61,16 +61,19 @@ class OpenAIAPI:
         tokenizer: of the target.
         model: its name.
         has_metrics: whether answers have ``metrics``.
+        replica: the label ``engine`` of the metrics.
 
     Attributes:
         token_bytes: of the tokenizer.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, model: str, *, has_metrics: bool = False) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Any, model: str, *, has_metrics: bool = False, replica: str = "0"
+    ) -> None:
         self._engine, self._tokenizer, self._model = engine, tokenizer, model
         self._has_metrics = has_metrics
         self._encoder = PromptEncoder(tokenizer, model, engine.max_length - 1)
-        self.token_bytes, self.metrics = TokenBytes(tokenizer), Metrics(engine, model)
+        self.token_bytes, self.metrics = TokenBytes(tokenizer), Metrics(engine, model, replica)
         self._tool_format = tool_format(tokenizer.chat_template)
         self._bytes_with: dict[tuple[str, ...], TokenBytes] = {
             (): self.token_bytes

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
+
 __all__ = ["Listener", "Totals"]
 
 NAMES = (
@@ -30,12 +32,14 @@ class Totals:
     Attributes:
         sums: over all requests so far.
         accepted_at: accepted tokens by their depth in the tree, from the children of its root.
+        num_threads: CPU threads of torch in the engine's thread, at its last step.
         listeners: called with every step and end; replaced as a whole.
     """
 
     def __init__(self) -> None:
         self.sums = dict.fromkeys(NAMES, 0)
         self.accepted_at = [0] * DEPTHS
+        self.num_threads = torch.get_num_threads()
         self.listeners: tuple[Listener, ...] = ()
 
     @property
@@ -52,6 +56,7 @@ class Totals:
         self, stats: Mapping[str, Any], new: int, *, steps: int, drafted: int, accepted: int, gap_s: float | None
     ) -> None:
         """Count what a step has emitted for a request."""
+        self.num_threads = torch.get_num_threads()  # each thread of Python has a number of its own
         for name, count in (("new_tokens", new), ("steps", steps), ("drafted", drafted), ("accepted", accepted)):
             self.sums[name] += count
         self.accepted_at += [0] * (accepted - len(self.accepted_at))

@@ -27,7 +27,7 @@ def served() -> Iterator[Served]:
         yield server
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve the same by two replicas of Ray Serve."""
     ray = pytest.importorskip("ray", reason="needs Ray: pip install 'stree[ray]'")
@@ -42,7 +42,8 @@ def ray_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     environment = {"env_vars": {"STREE_TEST_KEY": KEY, "OMP_NUM_THREADS": "1"}}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env=environment)
+    often = {"metrics_report_interval_ms": 1000}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env=environment, _system_config=often)
     serve.start(http_options={"port": port})
     serve.run(serve_app(
         str(target), str(ASSETS / "drafter"), name="tiny", tokenizer=folder, api_key_env="STREE_TEST_KEY",

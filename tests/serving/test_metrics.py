@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from fastapi.testclient import TestClient
 from helpers.http_served import listening
 from helpers.tiny_models import patched, tiny_model
@@ -49,7 +50,7 @@ def values(text: bytes | str) -> dict[str, float]:
     found = {}
     for sample in (sample for family in text_string_to_metric_families(text) for sample in family.samples):
         labels = dict(sample.labels)
-        if sample.name.startswith("vllm:"):
+        if not sample.name.startswith("process_"):
             assert (labels.pop("model_name"), labels.pop("engine")) == ("tiny", "0")
         found[" ".join([sample.name.removeprefix("vllm:"), *labels.values()])] = sample.value
     return found
@@ -69,7 +70,22 @@ def test_every_series_is_there_before_the_first_request(lm: stree.TreeLM) -> Non
     assert {name: found[name] for name in (*NAMES, *reasons, *positions)} == dict.fromkeys(
         (*NAMES, *reasons, *positions), 0.0
     )
-    assert found["process_resident_memory_bytes"] > 1e6
+    assert found["process_resident_memory_bytes"] > 1e6 and found["stree_num_threads"] == torch.get_num_threads()
+
+
+def test_threads_are_those_of_the_engine_s_thread_in_its_last_step(lm: stree.TreeLM) -> None:
+    """Another number of threads in each step; torch keeps one for every thread of Python."""
+    wanted, own = iter(range(1, 100)), torch.get_num_threads()
+    with stree.Engine(lm, "none", budget=1, before_step=lambda: torch.set_num_threads(next(wanted) % 2 + 1)) as engine:
+        engine.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True).result(60)
+        found = values(Metrics(engine, "tiny").text())
+    assert found["stree_num_threads"] == (next(wanted) - 1) % 2 + 1 and torch.get_num_threads() == own
+
+
+def test_a_replica_is_the_label_of_its_engine(lm: stree.TreeLM) -> None:
+    with stree.Engine(lm, "none", budget=1, max_batch=1, max_length=64) as engine:
+        samples = [*Metrics(engine, "tiny", "r7").samples()]
+    assert {sample.labels["engine"] for sample in samples} == {"r7"} and len(samples) > len(NAMES)
 
 
 def test_series_move_with_every_step_and_end_at_the_sums_of_the_request(lm: stree.TreeLM) -> None:

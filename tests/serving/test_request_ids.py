@@ -6,16 +6,15 @@ Run: python -m pytest tests/serving/test_request_ids.py
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx
 import pytest
-from fastapi.testclient import TestClient
-from helpers.http_served import KEY, PROMPT, Served
+from helpers.http_served import KEY, PROMPT, Served, listening
 
 import stree
 from stree.inputs import ASSETS, load_tokenizer
-from stree.serving.app import create_app
 
 BODY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}
 CASES: list[tuple[str, str, dict[str, Any] | bytes, int]] = [
@@ -45,22 +44,29 @@ def test_an_unexpected_error_is_an_error_object_with_an_id(served: Served, monke
     assert response.json()["error"]["message"] == "the server failed: ZeroDivisionError"
 
 
-def test_none_waits_where_the_queue_has_no_place() -> None:
+def test_of_six_requests_at_once_two_rows_without_a_queue_take_two() -> None:
     lm, tokenizer = stree.TreeLM.from_pretrained(ASSETS / "target"), load_tokenizer(str(ASSETS / "target"))
-    runs, goes_on = threading.Event(), threading.Event()
+    goes_on, together = threading.Event(), threading.Barrier(6)
 
     def step() -> None:
-        runs.set()
         goes_on.wait(60)
 
-    with stree.Engine(lm, max_batch=1, max_queue=0, before_step=step) as engine:
-        client = TestClient(create_app(engine, tokenizer, "tiny"))
-        handle = engine.submit([1, 2, 3], max_new_tokens=2)
-        assert runs.wait(30)
-        response = client.post("/v1/completions", json=BODY)
-        assert response.status_code == 429 and response.headers["retry-after"] == "1"
-        error = response.json()["error"]
-        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    def post(server: Served) -> httpx.Response:
+        together.wait(30)
+        return server.post("/v1/completions", BODY)
+
+    options: dict[str, Any] = {"budget": 1, "max_batch": 2, "max_length": 64, "max_queue": 0}
+    with (
+        stree.Engine(lm, "none", before_step=step, **options) as engine,
+        listening(engine, tokenizer) as server,
+        ThreadPoolExecutor(6) as pool,
+    ):
+        answers = [pool.submit(post, server) for _ in range(6)]
+        refused = [answer.result() for _, answer in zip(range(4), as_completed(answers), strict=False)]
         goes_on.set()
-        handle.result(60)
-        assert client.post("/v1/completions", json=BODY).status_code == 200
+        taken = [answer.result() for answer in answers if answer.result() not in refused]
+        again = server.post("/v1/completions", BODY)
+    assert [response.status_code for response in [*refused, *taken, again]] == [429] * 4 + [200] * 3
+    assert {response.headers["retry-after"] for response in refused} == {"1"}
+    error = refused[0].json()["error"]
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
