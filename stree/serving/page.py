@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -22,6 +23,14 @@ from stree.verify import name_of
 
 __all__ = ["add_page"]
 
+BY_RATIO = "by the ratio of the target's probability to the draft's"
+VERIFIERS = {
+    "auto": "Drafted tokens are accepted where the target has the same ones; those that were drawn, by traversal.",
+    "match": "A drafted token is accepted where the target draws the same one.",
+    "rejection": f"Drawn tokens are accepted one after the other, {BY_RATIO}.",
+    "traversal": f"Drawn tokens are accepted by whole branches, {BY_RATIO}.",
+    "block": f"Drawn tokens of a chain are accepted together, {BY_RATIO}.",
+}
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
@@ -34,7 +43,8 @@ def add_page(app: FastAPI, api: OpenAIAPI, engine: Engine, *, needs_key: bool) -
         engine: decodes them.
         needs_key: whether requests need a key, for which the page then has a field.
     """
-    html, policy = page_document({"server": {"model": api.card["id"], "needs_key": needs_key, **_settings(engine)}})
+    server = {"model": api.card["id"], "needs_key": needs_key, **_settings(engine), "words": _words(engine)}
+    html, policy = page_document({"server": server})
     headers = {**HEADERS, "Content-Security-Policy": f"{policy}; frame-ancestors 'none'"}
 
     @app.get("/", response_class=HTMLResponse)
@@ -64,6 +74,20 @@ def _settings(engine: Engine) -> dict[str, Any]:
         "drafter": type(drafter).__name__, "growth": str(growth) if drafter.uses_growth else None, "verifier": rule,
         "budget": settings.budget, "max_length": engine.max_length, "is_match": is_match,
     }  # fmt: skip
+
+
+def _words(engine: Engine) -> list[tuple[str, str]]:
+    """Return the names of the drafter, growth, tree size and verifier, each with a sentence that says what it does."""
+    settings = engine.settings
+    drafter, growth, rule = settings.drafter, settings.growth or settings.drafter.default_growth, settings.verifier
+    words = [("drafter", drafter)] + [("growth", growth)] * (drafter.uses_growth and growth is not None)
+    found = [(f"{role} {type(one).__name__}", (inspect.getdoc(one) or "").split("\n\n")[0]) for role, one in words]
+    if settings.budget == "auto":
+        size = "Each step has the size of which the most tokens a second are expected (goodput), or no tree."
+        found.append(("tree size auto", size))
+    if (name := name_of(rule)) in VERIFIERS:
+        found.append((f"verifier {name}", f"{VERIFIERS[name]} The text is distributed as the target's own."))
+    return found
 
 
 async def _events(choice: Choice, api: OpenAIAPI, engine: Engine) -> AsyncIterator[str]:

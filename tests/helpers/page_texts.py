@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 from stree.serving.document import page_document
@@ -31,3 +32,10 @@ def random_page(seed: int, *, steps: int, nodes: int, prompt: str = "A prompt") 
     texts = [{"text": "First", "ids": [0], "tree": None}, *(random_step(draw, nodes, n) for n in range(1, steps + 1))]
     figures = {"prefill_s": 0.1, "decode_s": 2.0, "finish_reason": "length"}
     return page_document({"trees": {"settings": {"prompt": prompt}, "steps": texts, "figures": figures}})[0]
+
+
+def luminance(colour: str) -> float:
+    """Return the relative luminance of a CSS colour, as WCAG defines it."""
+    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue

@@ -141,6 +141,16 @@ def test_the_page_knows_where_sampled_texts_are_the_same(served: Served) -> None
         assert texts[0] == texts[1]
 
 
+def test_the_page_explains_the_words_that_it_uses(served: Served) -> None:
+    words = server_of(httpx.get(served.url).text)["words"]
+    assert [name for name, _ in words] == ["drafter ModelDrafter", "growth Calibrated", "verifier auto"]
+    with stree.Engine(served.engine.lm, "none", budget="auto", verifier="match", max_length=64) as engine:
+        client = TestClient(create_app(engine, served.tokenizer, "tiny"))
+        others = server_of(client.get("/").text)["words"]
+    assert [name for name, _ in others] == ["drafter NoDrafter", "tree size auto", "verifier match"]
+    assert all(text[0].isupper() and text.endswith(".") for _, text in [*words, *others])
+
+
 def test_data_in_the_page_cannot_end_its_script(served: Served) -> None:
     hostile = "</script><script>alert(1)</script><!-- $$data$$ \u2028"
     html, _ = page_document({"trees": {"about": hostile}})

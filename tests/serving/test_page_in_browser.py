@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers.http_served import KEY, PROMPT, Served
-from helpers.page_texts import random_page
+from helpers.page_texts import luminance, random_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -204,12 +204,6 @@ def test_axe_finds_nothing_serious(page: Page, served: Served, scheme: Any, tmp_
         assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def luminance(colour: str) -> float:
-    parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_labels_of_nodes_have_contrast(page: Page, scheme: Any, tmp_path: Path) -> None:
     page.emulate_media(color_scheme=scheme)
@@ -262,6 +256,9 @@ def test_nodes_are_told_apart_by_shape_and_say_what_is_known_of_them(page: Page,
         return [box.classList[0], box.classList[0] === "beyond" ? "" : rx, strokeDasharray, strokeWidth].join();
     })""")
     assert len(set(shapes)) == len(set(kinds))
+    page.locator("#tree g.refused text").last.hover()
+    said = r"refused, depth \d+, estimated chance of acceptance [\d.]+ % \([\d.]+ % if its parent is accepted\)"
+    assert re.search(said, page.locator("#node").text_content() or "")
     page.locator("#tree g.accepted text").first.hover()
     found = page.locator("#node").text_content() or ""
     assert all(part in found for part in ("accepted, depth 1", "draft probability 25 %", "target's probability 50 %"))

@@ -32,8 +32,9 @@ function short(growth) {
 }
 
 function startedWith({model, drafter, growth, budget, verifier}) {
-  const size = budget === "auto" ? "tree sizes chosen by goodput" : budget === 1 ? "no trees" : `at most ${budget} nodes a step`;
-  return `Model ${model}; drafter ${drafter}${growth ? `, growth ${short(growth)}` : ""}; ${size}; verifier ${verifier}.`;
+  const size = budget === "auto" ? "tree size auto" : budget === 1 ? "no trees" : `at most ${budget} nodes a step`;
+  const parts = [`drafter ${drafter}`, ...growth ? [`growth ${short(growth)}`] : [], size, `verifier ${verifier}`];
+  return `Model ${model}, which continues the prompt as it stands, without a chat template; ${parts.join(", ")}.`;
 }
 
 async function generate(event) {
@@ -123,6 +124,12 @@ if (data.server) {
   const {budget, needs_key, max_length} = data.server;
   form.max_tokens.max = max_length - 1;
   $("about").textContent = startedWith(data.server);
+  $("words").hidden = false;
+  for (const [name, meaning] of data.server.words) {
+    for (const [kind, text] of [["dt", name], ["dd", meaning]]) {
+      $("words").lastElementChild.appendChild(document.createElement(kind)).textContent = text;
+    }
+  }
   $("key").hidden = !needs_key;
   form.budget.placeholder = budget;
   form.budget.pattern = `off|${budget === "auto" ? "auto|" : ""}[1-9][0-9]*`;

@@ -145,7 +145,8 @@ function showStep() {
     $("save-svg").setAttribute("aria-disabled", !tree);
   }
   const counts = tree ? depthCounts(tree) : {drafted: [], accepted: []}, sum = parts => parts.reduce((a, b) => a + b, 0);
-  const told = tree ? `${sum(counts.accepted)} of ${sum(counts.drafted)} drafted nodes accepted, ${tree.kept} token${tree.kept > 1 ? "s" : ""} kept` : "no tree";
+  const nodes = sum(counts.drafted), drafted = nodes ? `${sum(counts.accepted)} of ${nodes} drafted nodes accepted` : "nothing drafted";
+  const told = tree ? `${drafted}, ${tree.kept} token${tree.kept > 1 ? "s" : ""} kept` : "no tree";
   $("step-name").textContent = run.name === "plain" ? "A step of plain decoding" : "The tree of a step";
   $("step-label").textContent = `Step ${step} of ${last}: ${told}`;
   slider.setAttribute("aria-valuetext", $("step-label").textContent);

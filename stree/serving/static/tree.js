@@ -48,7 +48,10 @@ function describe(tree) {
     }[kind], `depth ${depth}`);
     if (special.has(node)) parts.push("a special token, which the text does not show");
     const drafted = isBonus || !index ? null : tree.draft_probs?.[index - 1], target = tree.target_probs?.[index - 1];
-    if (node && !isBonus && tree.values) parts.push(`estimated chance of acceptance ${percent(tree.values[node])}`);
+    if (node && !isBonus && tree.values) {
+      const above = tree.values[parent], own = above > 0 ? ` (${percent(Math.min(tree.values[node] / above, 1))} if its parent is accepted)` : "";
+      parts.push(`estimated chance of acceptance ${percent(tree.values[node])}${depth > 1 ? own : ""}`);
+    }
     if (drafted != null) parts.push(`draft probability ${percent(drafted)}`);
     if (target != null) parts.push(`target's probability ${percent(target)}`);
     nodes.push({
