@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["alone_in", "check_file", "check_folder", "failures_named", "replacing"]
+__all__ = ["alone_in", "check_file", "check_folder", "exchange", "failures_named", "replacing"]
 
 
 def check_folder(folder: Path) -> None:
@@ -39,11 +41,26 @@ def alone_in(folder: Path) -> Iterator[None]:
             held.callback(os.close, number)
             try:
                 fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(number).st_ino != folder.stat().st_ino:  # another run has just exchanged the folder
+                    raise BlockingIOError
             except BlockingIOError as error:
                 raise ValueError(
                     f"another run writes into {folder}; wait for its end, or choose another --out"
                 ) from error
         yield
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Exchange the names of two files or folders in one step, so that neither name is missing at any moment.
+
+    Raises:
+        OSError: the system (renameat2 of Linux) or the file system cannot; nothing has changed.
+    """
+    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    here, exchanging = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if call is None or call(here, os.fsencode(one), here, os.fsencode(other), exchanging):
+        number = errno.ENOSYS if call is None else ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(other))
 
 
 @contextmanager

@@ -1,20 +1,21 @@
 """The folder of one drafter: who may write into it, the checkpoints of an unfinished run, and the finished files.
 
-``checkpoints/run.json`` marks a run that is not finished, ``distill.json`` a drafter that is.  Finished files come in
-only when all of them are written, config.json last, and the checkpoints go.
+``checkpoints/run.json`` marks a run that is not finished, ``distill.json`` a drafter that is.  When all finished files
+are written, their folder takes the place of the whole folder.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from stree.files import check_folder, replacing
+from stree.files import check_folder, exchange, failures_named, replacing
 
 __all__ = ["METRICS", "RunFolder", "reading"]
 
@@ -81,6 +82,7 @@ class RunFolder:
             for key, value in json.loads(json.dumps(config)).items():
                 if known.get(key) != value:
                     raise ValueError(f"{self.path} holds a run with {key} {known.get(key)!r}, got {value!r}")
+            shutil.rmtree(self.result, ignore_errors=True)  # may be half written; it is made again
             return
         if self.checkpoints.exists():
             shutil.rmtree(self.checkpoints)
@@ -94,16 +96,51 @@ class RunFolder:
         return self.checkpoints / "result"
 
     def publish(self) -> None:
-        """Bring the finished files into the folder, as readable as any new file, and take the checkpoints away.
+        """Put the finished files in the place of the whole folder, in one step, and take the checkpoints away.
 
-        Until config.json is there, the folder is no drafter; a run that is cut off here is resumed.
+        A run that is killed at any moment leaves the old folder or the new one.  Where folders cannot be exchanged (not
+        on Linux, a folder that is mounted or a working directory), files are moved one by one, config.json last: until
+        it is there, the folder is no drafter.
+
+        Raises:
+            ValueError: a file cannot be written; the run can be resumed.
         """
+        real, finished = self.path.resolve(), self.result
+        with failures_named(self.path):
+            mode = self._about.stat().st_mode  # the writer of the weights (safetensors) keeps them to itself
+            for file in finished.iterdir():
+                if file.is_file():
+                    file.chmod(mode)
+            self._copy_files_of_others()
+            beside = real.with_name(f".{real.name}.finished")
+            shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
+            try:
+                if Path.cwd().is_relative_to(real):
+                    raise OSError(errno.EBUSY, "a working directory")
+                finished = finished.rename(beside)
+                exchange(finished, real)
+            except OSError:
+                self._move(finished)
+            shutil.rmtree(beside, ignore_errors=True)
+
+    def _copy_files_of_others(self) -> None:
+        """Copy what the drafter that is replaced does not list as its own into the finished files."""
+        listed = {METRICS, self.checkpoints.name}
+        with suppress(OSError, ValueError, TypeError):
+            listed.update(json.loads((self.path / METRICS).read_text(encoding="utf-8")).get("files", ()))
+        for file in self.path.iterdir():
+            if file.name in listed or (self.result / file.name).exists():
+                continue
+            if file.is_dir() and not file.is_symlink():
+                shutil.copytree(file, self.result / file.name, symlinks=True)
+            else:
+                shutil.copy2(file, self.result / file.name, follow_symlinks=False)
+
+    def _move(self, finished: Path) -> None:
+        """Move finished files into the folder one by one, config.json last."""
         (self.path / "config.json").unlink(missing_ok=True)
-        mode = self._about.stat().st_mode  # the writer of the weights (safetensors) keeps them to itself
-        for file in sorted(self.result.iterdir(), key=lambda file: file.name == "config.json"):
-            if file.is_file():
-                file.chmod(mode)
-            elif (self.path / file.name).is_dir():  # of the drafter that is replaced
+        for file in sorted(finished.iterdir(), key=lambda file: file.name == "config.json"):
+            if (self.path / file.name).is_dir():  # of the drafter that is replaced
                 shutil.rmtree(self.path / file.name)
             os.replace(file, self.path / file.name)
         shutil.rmtree(self.checkpoints)

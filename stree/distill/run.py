@@ -97,6 +97,7 @@ def distill_drafter(
             "num_parameters": sum(parameter.numel() for parameter in drafter.parameters()),
             "text_tokens": len(train_stream), "generated_tokens": generated, "stages": stages, "settings": recipe,
         }  # fmt: skip
+        metrics["files"] = sorted({METRICS, "README.md", *(file.name for file in folder.result.iterdir())})
         with failures_named(folder.result):
             (folder.result / METRICS).write_text(json.dumps(metrics, indent=2) + "\n", encoding="utf-8")
             (folder.result / "README.md").write_text(card(metrics), encoding="utf-8")

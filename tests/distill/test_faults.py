@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 import subprocess
 import sys
@@ -126,43 +125,6 @@ def test_every_kind_recipe_and_dtype_trains_loads_and_generates(
         from transformers import AutoModelForCausalLM
 
         assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.vocab_size == VOCAB
-
-
-@pytest.mark.slow
-def test_a_finished_folder_with_several_chat_templates_can_be_begun_anew(
-    target: stree.TreeLM, tokenizer: Any, tmp_path: Path
-) -> None:
-    settings = replace(SETTINGS, steps=1, generated=0.0)
-    tokenizer = type(tokenizer).from_pretrained(save_tiny(tmp_path / "own"))
-    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
-    for seed in (0, 1):
-        distill_drafter(target, tokenizer, TEXTS, tmp_path / "out", replace(settings, seed=seed), force=bool(seed))
-    assert json.loads((tmp_path / "out" / "distill.json").read_text())["settings"]["seed"] == "1"
-    assert not (tmp_path / "out" / "checkpoints").exists() and (tmp_path / "out" / "additional_chat_templates").is_dir()
-    stree.drafters.load(str(tmp_path / "out"), target)
-
-
-@pytest.mark.slow
-def test_a_run_that_is_cut_off_while_it_publishes_is_no_drafter_and_is_resumed(
-    target: stree.TreeLM, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, settings = tmp_path / "out", replace(SETTINGS, steps=1, generated=0.0)
-    distill_drafter(target, tokenizer, TEXTS, out, settings)
-    real, left = os.replace, iter(range(2))
-
-    def cut_off(source: Any, to: Any) -> None:
-        if Path(to).parent == out and next(left, None) is None:
-            raise KeyboardInterrupt
-        real(source, to)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(os, "replace", cut_off)
-        distill_drafter(target, tokenizer, TEXTS, out, replace(settings, seed=1), force=True)
-    with pytest.raises((ValueError, OSError)):
-        stree.drafters.load(str(out), target)
-    distill_drafter(target, tokenizer, TEXTS, out, replace(settings, seed=1), resume=True)
-    assert json.loads((out / "distill.json").read_text())["settings"]["seed"] == "1"
-    stree.drafters.load(str(out), target)
 
 
 FULL = """
