@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from stree.checks import check_sizes
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.loading import load_model
+from stree.models.packed_linear import pack_large_linears
 from stree.models.patching import is_sharded
 from stree.models.prefill import can_continue, check_extension, check_prompts, continue_prompts, run_prompts
 from stree.models.self_check import check_adapters, check_model
@@ -70,6 +71,8 @@ class TreeLM(TreeScorer):
         except BaseException:
             self.release()
             raise
+        if not self.is_sharded and {kind.type for kind in (self.device, *self.devices)} == {"cpu"}:
+            pack_large_linears(model)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave captured steps out of copies and pickles: they hold memory addresses of this model."""

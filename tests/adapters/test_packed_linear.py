@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -130,6 +131,27 @@ def test_products_are_those_of_packed_weights_whether_compiled_or_not(monkeypatc
     for profile in (prefilled, verified):
         names = {event.key.rpartition(":")[2] for event in profile.key_averages()}
         assert "_linear_pointwise" in names and not {"linear", "addmm", "mm"} & names
+
+
+@pytest.mark.parametrize(
+    ("least", "free", "packs"), [(0, 1 << 30, True), (0, 10_000, False), (1 << 20, 1 << 30, False)]
+)
+def test_eager_steps_pack_large_weights_where_memory_is_free(
+    least: int, free: int, packs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: 0)
+    monkeypatch.setattr(packed_linear, "LARGE", least)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free))
+    model = tiny_model("mamba2", torch.float32)
+    lm = stree.TreeLM(model)
+    state = lm.new_state(1, 16, 2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        logits = lm.prefill(state, torch.tensor([[1, 2, 3]]))
+    assert any("_linear_pointwise" in event.key for event in profile.key_averages()) == packs
+    with torch.no_grad():
+        expected = lm.release()(torch.tensor([[1, 2, 3]])).logits[:, -1]
+    torch.testing.assert_close(logits, expected)
+    assert not any("forward" in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(("processor", "rows"), [("Intel Xeon", 3), ("AMD EPYC", 0)])
