@@ -107,7 +107,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         engine = Engine(lm, drafter, before_step=before_step, **engine_options)
         run_first_requests(engine)
         if before_step:
-            logging.getLogger("stree").info("torch runs on %d threads", engine.totals.num_threads)
+            logging.getLogger("stree").info("torch runs on %d thread(s)", engine.totals.num_threads)
         return engine
 
     configure(arguments.log_format, arguments.log_level)

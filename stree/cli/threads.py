@@ -93,4 +93,4 @@ class FreeCores:
         threads = threads_for(before, self._before, self._most)
         if threads != torch.get_num_threads():
             torch.set_num_threads(threads)
-            logger.info("torch runs on %d threads from now on", threads)
+            logger.info("torch runs on %d thread(s) from now on", threads)

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 
+from stree.serving.bodies import JSONRoute
 from stree.serving.engine import Engine
 from stree.serving.errors import APIError, add_handlers, stopping
 from stree.serving.guard import Guard, OpenRequests
@@ -43,6 +44,7 @@ def create_app(
         ``app.state.metrics`` is what ``/metrics`` answers.
     """
     app = FastAPI(title="stree", version=version("stree"), docs_url=None, redoc_url=None)
+    app.router.route_class = JSONRoute
     app.state.requests = OpenRequests()
     add_handlers(app)
     app.add_middleware(Guard, api_key=api_key, max_body=max_body, requests=app.state.requests)

@@ -16,7 +16,8 @@ __all__ = ["APIError", "add_handlers", "error_body", "error_event", "error_respo
 
 CODES = {
     400: "invalid_request_error", 401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed",
-    413: "request_too_large", 429: "rate_limit_exceeded", 500: "internal_error", 503: "service_unavailable",
+    408: "request_timeout", 413: "request_too_large", 429: "rate_limit_exceeded", 500: "internal_error",
+    503: "service_unavailable",
 }  # fmt: skip
 
 

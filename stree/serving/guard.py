@@ -19,6 +19,9 @@ logger = logging.getLogger("stree")
 OPEN_PATHS = {"/health", "/ready", "/version", "/metrics", "/", "/favicon.ico", "/openapi.json"}
 ID_HEADER, LONGEST_ID = b"x-request-id", 128
 LEFT = 499  # in the log: the client has left before the end of its answer
+BODY_S = 120.0  # that a body may take to come
+REST_S = 5.0  # and the rest of one that is too large, at most
+CLOSE = {"Connection": "close"}  # else the server would read the rest of the body, which may have no end
 LAST_EVENT_S = 1.0  # that a client has to read the end of its stream
 
 
@@ -150,21 +153,31 @@ class Guard:
     async def _read(self, receive: Any) -> Any:
         """Read the body; return what gives it again, and then what comes after it, such as a disconnect."""
         parts, size, more = list[bytes](), 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                break
-            parts.append(message.get("body", b""))
-            size, more = size + len(parts[-1]), message.get("more_body", False)
-            if size > self._max_body:
-                self._refuse_size()
-        messages = [{"type": "http.request", "body": b"".join(parts), "more_body": False}]
-        parts.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BODY_S) as limit:
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        break
+                    parts.append(message.get("body", b""))
+                    size, more = size + len(parts[-1]), message.get("more_body", False)
+                    if size > self._max_body:  # the client reads no answer before it has sent its body
+                        parts = [b""]
+                        limit.reschedule(min(limit.when() or 0.0, asyncio.get_running_loop().time() + REST_S))
+        if size > self._max_body:
+            self._refuse_size(CLOSE)
+        if limit.expired():
+            raise APIError(408, f"the body has not ended within {BODY_S:g} seconds", headers=CLOSE)
+        parts.append(b"")
+        parts.reverse()
 
         async def again() -> Any:
-            return messages.pop() if messages else await receive()
+            if not parts:
+                return await receive()
+            part = parts.pop()
+            return {"type": "http.request", "body": part, "more_body": bool(parts)}
 
         return again
 
-    def _refuse_size(self) -> None:
-        raise APIError(413, f"the body is larger than {self._max_body} bytes")
+    def _refuse_size(self, headers: dict[str, str] | None = None) -> None:
+        raise APIError(413, f"the body is larger than {self._max_body} bytes", headers=headers)

@@ -6,9 +6,11 @@ Run: python -m pytest tests/serving/test_flood.py
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from helpers.fast_cases import slow_unless
 from helpers.http_served import KEY, Served, listening
 from pydantic import ValidationError
 
+from stree.serving import guard
 from stree.serving.protocol import CompletionRequest
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": "x", "max_tokens": 2}
@@ -158,3 +161,27 @@ def test_a_body_that_is_no_request_is_named(served: Served, body: Any, kind: str
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": kind}
     answer = served.post("/v1/completions", body, headers=headers)
     assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.parametrize(("piece", "status"), [(b" " * 4096, 413), (b"", 408)])
+def test_a_body_that_never_ends_is_refused_and_closed(
+    piece: bytes, status: int, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "BODY_S", 0.2)
+    chunk = b"%x\r\n%b\r\n" % (len(piece), piece) if piece else b""
+    with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), timeout=20) as client:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+        client.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n")
+        received = list[bytes]()
+
+        def send() -> None:
+            with suppress(OSError):
+                while chunk:
+                    client.sendall(chunk)
+
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(send)
+            with suppress(ConnectionError):  # closed while this side still writes
+                while part := client.recv(4096):
+                    received.append(part)
+    assert b"".join(received).startswith(b"HTTP/1.1 %d " % status), received
