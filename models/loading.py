@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -69,10 +68,7 @@ def load_model(
         raise ValueError(f"give one of a device, a device_map and a tp_plan: {given}")
     if tp_plan is not None:
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    elif device_map is not None:
-        if importlib.util.find_spec("accelerate") is None:
-            raise RuntimeError("device_map needs the package accelerate: pip install accelerate")
-    else:
+    elif device_map is None:
         device = torch_device(device)
     on_cpu = not torch.cuda.is_available() if device_map is not None else torch.device(device).type == "cpu"
     if dtype != "auto":

@@ -107,7 +107,6 @@ class TreeLM(TreeScorer):
         Raises:
             ValueError: no checkpoint there, one that cannot be read, or one that would execute code.
             NotImplementedError: the family is not supported, or cannot be sharded.
-            RuntimeError: a device_map without accelerate.
         """
         return cls(
             load_model(
