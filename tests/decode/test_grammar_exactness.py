@@ -18,7 +18,7 @@ from stree.decode.grammar import CompiledGrammar, Grammar, GrammarEnd
 from stree.decode.logits_processors import TreeProcessing
 from stree.decode.token_rules import TokenRules
 from stree.drafters import Drafter, FusedDrafter, SuffixDrafter
-from stree.growth import Calibrated, Chain, Growth, Static
+from stree.growth import RSDC, RSDS, Calibrated, Chain, DySpec, Growth, Sequoia, SpecInfer, Static
 from stree.kernels.step.texts import Seen
 from stree.sampling import Random
 from stree.testing.enumeration import EXACT, emitted_by, total_variation
@@ -115,14 +115,24 @@ OTHERS: list[Case] = [
     ("model", Chain(2), 3, "block"),
     ("model", Chain(2), 3, "traversal"),
     ("model", Static([2]), 3, "rejection"),
-    ("model", Calibrated(depth=1, ranks=2), 3, "traversal"),
     ("model", Chain(1), 2, "match"),
     ("model", Static([2]), 3, "match"),
     ("suffix", None, 2, "match"),
     ("fused", Chain(1), 3, "traversal"),
+    ("model", Calibrated(depth=1, ranks=2), 3, "traversal"),
 ]
+GROWTHS: list[Growth] = [
+    RSDC([2]), RSDS(2, 1), SpecInfer([2]), Sequoia(depth=1), DySpec(depth=1, ranks=2), DySpec(form="heap"),
+    Calibrated(depth=1, ranks=2),
+]  # fmt: skip
 CASES = [(case, PATTERNS[0]) for case in QUICK]
 SLOW = [(case, pattern) for pattern in PATTERNS for case in [*QUICK, *OTHERS] if (case, pattern) not in CASES]
+EVERY: list[tuple[Case, str]] = [
+    (("model", growth, 3, verifier), PATTERNS[1])
+    for growth in GROWTHS
+    for verifier in ("match", "rejection", "traversal")
+    if (("model", growth, 3, verifier), PATTERNS[1]) not in SLOW
+]
 
 
 def distance(case: Case, pattern: str, **masks: bool) -> float:
@@ -140,7 +150,10 @@ def name_of(value: Any) -> str:
     return value if isinstance(value, str) else f"{value[0]}-{type(value[1]).__name__}-{value[3]}"
 
 
-SLOW_CASES = slow_unless(lambda *_: False, SLOW, in_ci=lambda *one: SLOW.index(one) % 4 == 0)
+SLOW_CASES = [
+    *slow_unless(lambda *_: False, SLOW, in_ci=lambda *one: SLOW.index(one) % 4 == 0),
+    *slow_unless(lambda *_: False, EVERY, in_ci=lambda *one: False),
+]
 
 
 @pytest.mark.parametrize(("case", "pattern"), [*CASES, *SLOW_CASES], ids=name_of)
