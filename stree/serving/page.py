@@ -25,7 +25,7 @@ __all__ = ["add_page"]
 
 BY_RATIO = "by the ratio of the target's probability to the draft's"
 VERIFIERS = {
-    "auto": "Drafted tokens are accepted where the target has the same ones; those that were drawn, by traversal.",
+    "auto": f"Drafted tokens are accepted where the target has the same ones; those that were drawn, {BY_RATIO}.",
     "match": "A drafted token is accepted where the target draws the same one.",
     "rejection": f"Drawn tokens are accepted one after the other, {BY_RATIO}.",
     "traversal": f"Drawn tokens are accepted by whole branches, {BY_RATIO}.",
