@@ -1,8 +1,6 @@
 """``python -m stree``, the same as ``stree``."""
 
-import sys
-
-from stree.cli import main
+from stree.cli.__main__ import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

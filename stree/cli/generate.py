@@ -37,8 +37,6 @@ def add_generate(commands: Any) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Run ``stree generate``."""
-    from stree.rule_fields import tokenized_words
-
     options = {**generation_options(arguments), "grammar": grammar_of(arguments), **token_rules_of(arguments)}
     if arguments.html is not None:
         check_file(arguments.html)
@@ -47,6 +45,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     tokenizer, load = prepare(arguments)
     options["tokenizer"] = tokenizer
     if "bad_words" in options:
+        from stree.rule_fields import tokenized_words
+
         options["bad_words"] = tokenized_words(options["bad_words"], tokenizer)
     prompt_ids = _encode(arguments, tokenizer, prompt)
     lm, drafter = load()

@@ -25,3 +25,13 @@ def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) 
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "stree", "--version"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout == f"stree {version('stree')}\n"
+
+
+@pytest.mark.parametrize(
+    "thread", ["", "import threading, time; threading.Thread(target=time.sleep, args=(0.1,)).start();"]
+)
+def test_a_command_ends_with_its_status_after_all_output_and_what_runs_at_exit(thread: str) -> None:
+    program = "import atexit, stree.cli.__main__ as command; command.main = lambda: print('text') or 3;"
+    program += f"{thread} atexit.register(print, 'later'); command.run()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "text\nlater\n", "")
