@@ -20,7 +20,8 @@ import yaml
 from stree.cli.serve import add_serve
 from stree.cli.settings import take_settings
 
-PAGE = (Path(__file__).parents[2] / "docs/deployment.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/deployment.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -77,3 +78,12 @@ def test_kubernetes_asks_paths_that_are_there_and_waits_for_the_drain() -> None:
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[a-z-]+)", PAGE)) - {"--drafter", "--time"}))
 def test_options_of_the_text_are_the_servers(option: str) -> None:
     assert option.removeprefix("--").replace("-", "_") in vars(parsed([]))
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool to ask")
+@pytest.mark.parametrize("page", ["deployment", "serving"])
+def test_prometheus_takes_the_configurations_of_scrapes(page: str, tmp_path: Path) -> None:
+    text = (ROOT / f"docs/{page}.md").read_text()
+    (config,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", text, re.DOTALL)
+    (tmp_path / "prometheus.yml").write_text(config)
+    subprocess.run(["promtool", "check", "config", tmp_path / "prometheus.yml"], check=True, capture_output=True)
