@@ -1,6 +1,7 @@
-"""What a grammar costs and gains with the bundled pair: seconds of its masks, and steps with and without forced nodes.
+"""What a grammar costs and gains: seconds of its masks, and steps with and without forced nodes.
 
-Run with ``python -m benchmarks.studies.grammars``; it appends to benchmarks/results/grammars/results.jsonl and prints a
+Run with ``python -m benchmarks.studies.grammars [--target smollm2 --drafter smollm2:6]``, by default of the bundled
+pair; it appends to benchmarks/results/grammars/results.jsonl and prints a
 table.  Seconds are process time of one thread, the best of the seeds.
 """
 
@@ -16,12 +17,12 @@ import torch
 
 import stree
 from benchmarks.report import command_line, finish
+from stree.bench.pair import Pair
 from stree.bench.records import ROOT, Record
 from stree.decode.batch_grammars import BatchGrammars
 from stree.decode.grammar import GrammarEnd
 from stree.decode.step import DecodeStep
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
-from stree.inputs import load_tokenizer, locate
 
 BUDGET, SEEDS, PROMPT = 16, 6, "import json\n\nx = json.loads('"
 WORD = {"type": "string", "maxLength": 10}
@@ -72,12 +73,9 @@ def timed(parts: dict[type, tuple[str, ...]], spent: dict[str, float], name: str
         one.stop()
 
 
-def measured(lm: stree.TreeLM, drafter: Drafter, name: str, temperature: float, *, is_forced: bool) -> Record:
+def measured(pair: Pair, drafter: Drafter, name: str, temperature: float, *, is_forced: bool) -> Record:
     """Write a document with each seed: steps and tokens a document, and the masks' share of a step's seconds."""
-    tokenizer, grammar = (
-        load_tokenizer(locate("bundled", "target")),
-        stree.Grammar.json_schema(SCHEMAS[name], whitespace=False),
-    )
+    tokenizer, grammar = pair.tokenizer, stree.Grammar.json_schema(SCHEMAS[name], whitespace=False)
     ids, steps, tokens, best = tokenizer(PROMPT)["input_ids"], 0, 0, {"step": 1e9, "grammar": 1e9}
     unforced: Any = patch.object(BatchGrammars, "forced", lambda self: [[] for _ in self._rows])
     if not is_forced:
@@ -86,8 +84,8 @@ def measured(lm: stree.TreeLM, drafter: Drafter, name: str, temperature: float, 
         spent: dict[str, float] = {}
         with timed({DecodeStep: ("__call__",)}, spent, "step"), timed(GRAMMARS, spent, "grammar"):
             out = stree.generate(
-                lm, [ids], drafter, budget=BUDGET, sampling=stree.Sampling(temperature), seed=seed, max_new_tokens=200,
-                grammar=grammar, tokenizer=tokenizer,
+                pair.target, [ids], drafter, budget=BUDGET, sampling=stree.Sampling(temperature), seed=seed,
+                max_new_tokens=200, grammar=grammar, tokenizer=tokenizer,
             )  # fmt: skip
         assert out.stats["finish_reasons"] == ["stop"]
         steps, tokens = steps + out.stats["steps"], tokens + len(out.new_tokens[0])
@@ -119,19 +117,22 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
 def main() -> None:
     """Measure both schemas with both drafters."""
     file = ROOT / "benchmarks" / "results" / "grammars" / "results.jsonl"
-    options = command_line(__doc__, "file of JSON lines to which the records are appended", default=file).parse_args()
+    parser = command_line(__doc__, "file of JSON lines to which the records are appended", default=file)
+    parser.add_argument("--target", default="bundled")
+    parser.add_argument("--drafter", default="bundled")
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    lm, model = (
-        stree.TreeLM.from_pretrained(locate("bundled", role), device="cpu", dtype="float32")
-        for role in ("target", "drafter")
-    )
+    pair = Pair.load(options.target, options.drafter, device="cpu")
+    assert pair.drafter is not None, "a draft model was named"
     records = [
-        measured(lm, drafter, name, temperature, is_forced=is_forced)
+        measured(pair, drafter, name, temperature, is_forced=is_forced)
         for name in SCHEMAS
-        for drafter in (SuffixDrafter(), ModelDrafter(model))
+        for drafter in (SuffixDrafter(), ModelDrafter(pair.drafter))
         for temperature in (0.0, 0.8)
         for is_forced in (False, True)
     ]
+    for record in records:
+        record["params"]["target"] = options.target
     finish(records, options.out, ["schema", "drafter", "T", "forced", "steps", "ms of grammar a step"], rows(records))
 
 
