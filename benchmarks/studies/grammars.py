@@ -1,8 +1,9 @@
 """What a grammar costs and gains: seconds of its masks, and steps with and without forced nodes.
 
-Run with ``python -m benchmarks.studies.grammars [--target smollm2 --drafter smollm2:6]``, by default of the bundled
-pair; it appends to benchmarks/results/grammars/results.jsonl and prints a
-table.  Seconds are process time of one thread, the best of the seeds.
+    python -m benchmarks.studies.grammars [--target smollm2 --drafter smollm2:6 --schemas person --seeds 2]
+
+measures, by default with the bundled pair, appends to benchmarks/results/grammars/results.jsonl and prints a table.
+Seconds are process time of one thread, the best of the seeds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from stree.decode.grammar import GrammarEnd
 from stree.decode.step import DecodeStep
 from stree.drafters import Drafter, ModelDrafter, SuffixDrafter
 
-BUDGET, SEEDS, PROMPT = 16, 6, "import json\n\nx = json.loads('"
+BUDGET, PROMPT = 16, "import json\n\nx = json.loads('"
 WORD = {"type": "string", "maxLength": 10}
 
 
@@ -73,14 +74,14 @@ def timed(parts: dict[type, tuple[str, ...]], spent: dict[str, float], name: str
         one.stop()
 
 
-def measured(pair: Pair, drafter: Drafter, name: str, temperature: float, *, is_forced: bool) -> Record:
+def measured(pair: Pair, drafter: Drafter, name: str, temperature: float, seeds: int, *, is_forced: bool) -> Record:
     """Write a document with each seed: steps and tokens a document, and the masks' share of a step's seconds."""
     tokenizer, grammar = pair.tokenizer, stree.Grammar.json_schema(SCHEMAS[name], whitespace=False)
     ids, steps, tokens, best = tokenizer(PROMPT)["input_ids"], 0, 0, {"step": 1e9, "grammar": 1e9}
     unforced: Any = patch.object(BatchGrammars, "forced", lambda self: [[] for _ in self._rows])
     if not is_forced:
         unforced.start()
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         spent: dict[str, float] = {}
         with timed({DecodeStep: ("__call__",)}, spent, "step"), timed(GRAMMARS, spent, "grammar"):
             out = stree.generate(
@@ -96,10 +97,10 @@ def measured(pair: Pair, drafter: Drafter, name: str, temperature: float, *, is_
         "bench": "grammars", "provider": "stree", "dtype": "float32",
         "params": {
             "schema": name, "drafter": type(drafter).__name__, "budget": BUDGET, "temperature": temperature,
-            "forced": is_forced, "seeds": SEEDS,
+            "forced": is_forced, "seeds": seeds,
         },
-        "metric": "steps", "unit": "steps/document", "value": round(steps / SEEDS, 2),
-        "tokens": round(tokens / SEEDS, 2), "grammar_ms": round(best["grammar"] * 1e3, 2),
+        "metric": "steps", "unit": "steps/document", "value": round(steps / seeds, 2),
+        "tokens": round(tokens / seeds, 2), "grammar_ms": round(best["grammar"] * 1e3, 2),
         "step_ms": round(best["step"] * 1e3, 2),
     }  # fmt: skip
 
@@ -120,13 +121,15 @@ def main() -> None:
     parser = command_line(__doc__, "file of JSON lines to which the records are appended", default=file)
     parser.add_argument("--target", default="bundled")
     parser.add_argument("--drafter", default="bundled")
+    parser.add_argument("--schemas", default=",".join(SCHEMAS))
+    parser.add_argument("--seeds", type=int, default=6)
     options = parser.parse_args()
     torch.set_num_threads(1)
     pair = Pair.load(options.target, options.drafter, device="cpu")
     assert pair.drafter is not None, "a draft model was named"
     records = [
-        measured(pair, drafter, name, temperature, is_forced=is_forced)
-        for name in SCHEMAS
+        measured(pair, drafter, name, temperature, options.seeds, is_forced=is_forced)
+        for name in options.schemas.split(",")
         for drafter in (SuffixDrafter(), ModelDrafter(pair.drafter))
         for temperature in (0.0, 0.8)
         for is_forced in (False, True)
