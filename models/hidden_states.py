@@ -31,7 +31,9 @@ def check_hidden_layers(layers: Sequence[int] | None, num_layers: int) -> None:
         ValueError: none is named, or one outside the range.
     """
     if layers is not None and not (
-        layers and all(isinstance(layer, int) and FINAL_NORM <= layer <= num_layers for layer in layers)
+        isinstance(layers, Sequence)
+        and len(layers)
+        and all(isinstance(layer, int) and FINAL_NORM <= layer <= num_layers for layer in layers)
     ):
         raise ValueError(
             f"hidden_layers must be integers from 0, the embeddings, to {num_layers}, the last layer, or {FINAL_NORM} "

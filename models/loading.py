@@ -63,7 +63,8 @@ def load_model(
     trust_remote_code: bool,
 ) -> PreTrainedModel:
     """Load a checkpoint of a supported family; see ``TreeLM.from_pretrained``."""
-    if sum((device_map is not None, tp_plan is not None, device != "auto")) > 1:
+    names_device = not isinstance(device, str) or device != "auto"
+    if sum((device_map is not None, tp_plan is not None, names_device)) > 1:
         given = f"got {device!r}, {device_map!r} and {tp_plan!r}"
         raise ValueError(f"give one of a device, a device_map and a tp_plan: {given}")
     if tp_plan is not None:
@@ -71,7 +72,7 @@ def load_model(
     elif device_map is None:
         device = torch_device(device)
     on_cpu = not torch.cuda.is_available() if device_map is not None else torch.device(device).type == "cpu"
-    if dtype != "auto":
+    if not isinstance(dtype, str) or dtype != "auto":
         dtype = torch_dtype(dtype)
     elif on_cpu:
         dtype = torch.float32
@@ -151,8 +152,13 @@ def raw_config(name_or_path: str | Path, *, trust_remote_code: bool = False) -> 
     """Return config.json as a dict; refuse one that needs the checkpoint's code.
 
     Raises:
+        TypeError: neither a path nor a hub id.
         ValueError: no config there, one that cannot be read, or one that needs code.
     """
+    if not isinstance(name_or_path, str | Path) or not str(name_or_path):
+        raise TypeError(f"name_or_path must be a folder or a hub id OWNER/NAME, got {name_or_path!r:.80}")
+    if str(name_or_path).startswith(("/", ".", "~")) and not Path(name_or_path).exists():
+        raise _unreadable(name_or_path, ValueError("there is no such folder"))
     try:
         raw, _ = PreTrainedConfig.get_config_dict(name_or_path)
     except (OSError, ValueError, TypeError) as error:
@@ -183,7 +189,7 @@ def torch_device(device: Any) -> torch.device:
     Raises:
         ValueError: torch does not have it.
     """
-    if device == "auto":
+    if isinstance(device, str) and device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=device)

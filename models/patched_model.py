@@ -155,7 +155,8 @@ class PatchedModel:
             NotImplementedError: more nodes than the device's kernels take.
         """
         self.check_current()
-        check_counts(batch_size=batch_size, max_length=max_length, max_nodes=max_nodes)
+        check_counts(below=1 << 31, batch_size=batch_size, max_length=max_length, max_nodes=max_nodes)
+        batch_size, max_length, max_nodes = int(batch_size), int(max_length), int(max_nodes)
         most = most_nodes(self.device, self.dtype)
         if most is not None and max_nodes > most:
             raise NotImplementedError(f"max_nodes must be at most {most} on {self.device}, got {max_nodes}")

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from stree.checks import integer
 from stree.models.state import DecodeState
 from stree.tree import TokenTree
 
@@ -134,6 +135,12 @@ class RequestPrefixes:
     cache: PrefixCache
     shared: int = 0
     epoch: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the number of shared tokens."""
+        self.shared = integer("num_shared", self.shared)
+        if self.shared < 0:
+            raise ValueError(f"num_shared must not be negative, got {self.shared}")
 
     def begin(self) -> None:
         """Note the epoch: the prompt begins to run."""

@@ -104,7 +104,10 @@ class DecodeState:
         Raises:
             ValueError: no list of indices, an empty one, or an index outside the batch (checked for CPU tensors).
         """
-        rows = torch.as_tensor(batch_indices, device=self.lengths.device)
+        try:
+            rows = torch.as_tensor(batch_indices, device=self.lengths.device)
+        except (RuntimeError, ValueError, TypeError):
+            raise TypeError(f"batch_indices must be a list of integers, got {batch_indices!r:.80}") from None
         check_rows(rows, self.batch_size)
         self.apply_deferred()
         other = object.__new__(DecodeState)

@@ -190,6 +190,7 @@ class TreeLM(TreeScorer):
         sizes = check_prompts(state, input_ids, lengths)
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
         check_sizes(chunk_size=chunk_size)
+        chunk_size = None if chunk_size is None else int(chunk_size)
         tokens = self._checked(input_ids, hidden_layers)
         begin = min(max(sizes), chunk_size or max(sizes))
         try:

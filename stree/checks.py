@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
-__all__ = ["check_counts", "check_flags", "check_object", "check_shares", "check_sizes", "integers"]
+__all__ = [
+    "check_counts",
+    "check_flags",
+    "check_numbers",
+    "check_object",
+    "check_one_of",
+    "check_shares",
+    "check_sizes",
+    "integer",
+    "integers",
+    "real_numbers",
+]
 
 
-def check_counts(**counts: Any) -> None:
-    """Refuse numbers that are no integers of at least 1.
+def check_counts(*, below: int = 1 << 63, **counts: Any) -> None:
+    """Refuse numbers that are no integers of at least 1 and less than ``below``.
 
     Raises:
         TypeError: something else than an integer.
-        ValueError: a number below 1.
+        ValueError: a number outside that range.
     """
     for name, count in counts.items():
         try:
             number = operator.index(count)
         except TypeError:  # also an array of several numbers
             raise TypeError(f"{name} must be an integer, got {type(count).__name__}") from None
-        if number < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+        if not 1 <= number < below:
+            raise ValueError(f"{name} must be {'at least 1' if number < 1 else f'below {below}'}, got {count}")
 
 
 def check_flags(**flags: Any) -> None:
@@ -35,9 +48,56 @@ def check_flags(**flags: Any) -> None:
             raise TypeError(f"{name} must be True or False, got {flag!r:.80}")
 
 
-def check_sizes(**sizes: Any) -> None:
+def check_sizes(*, below: int = 1 << 63, **sizes: Any) -> None:
     """``check_counts`` for numbers that may be None."""
-    check_counts(**{name: size for name, size in sizes.items() if size is not None})
+    check_counts(below=below, **{name: size for name, size in sizes.items() if size is not None})
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Refuse what is no real number of Python or numpy.
+
+    Raises:
+        TypeError: something else, such as a string or a tensor.
+    """
+    for name, number in numbers.items():
+        if not isinstance(number, Real):
+            raise TypeError(f"{name} must be a number, got {number!r:.80}")
+
+
+def check_one_of(name: str, value: Any, names: Sequence[str]) -> None:
+    """Refuse what is none of some names.
+
+    Raises:
+        TypeError: no string.
+        ValueError: another string.
+    """
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {', '.join(names)}, got {value!r:.80}")
+    if value not in names:
+        raise ValueError(f"{name} must be one of {', '.join(names)}, got {value!r}")
+
+
+def real_numbers(name: str, values: Any) -> tuple[float, ...]:
+    """Return a list of numbers as a tuple.
+
+    Raises:
+        TypeError: something else.
+    """
+    if isinstance(values, Sequence) and all(isinstance(value, Real) for value in values):
+        return tuple(values)
+    raise TypeError(f"{name} must be a list of numbers, got {values!r:.80}")
+
+
+def integer(name: str, value: Any) -> int:
+    """Return Python's own integer.
+
+    Raises:
+        TypeError: something else.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:  # also an array of several numbers
+        raise TypeError(f"{name} must be an integer, got {value!r:.80}") from None
 
 
 def integers(name: str, values: Any) -> tuple[int, ...]:
@@ -48,7 +108,7 @@ def integers(name: str, values: Any) -> tuple[int, ...]:
     """
     try:
         return tuple(map(operator.index, values))
-    except TypeError:
+    except (TypeError, RuntimeError):  # torch raises the latter for rows of a matrix
         raise TypeError(f"{name} must be a list of integers, got {values!r:.80}") from None
 
 
@@ -60,7 +120,7 @@ def check_shares(**shares: float) -> None:
         ValueError: one is outside.
     """
     for name, share in shares.items():
-        if isinstance(share, str) or not hasattr(share, "__float__"):
+        if not isinstance(share, Real):
             raise TypeError(f"{name} must be a number in [0, 1], got {share!r:.80}")
         if not 0 <= share <= 1:
             raise ValueError(f"{name} must be in [0, 1], got {share}")

@@ -39,6 +39,8 @@ class Distributions:
             logits: not normalised; [batch, ..., vocab] for a batch.
             out: tensor for the probabilities, or None for a new one.
         """
+        if not (isinstance(logits, Tensor) and logits.dim() and logits.is_floating_point()):
+            raise TypeError(f"logits must be a tensor float[..., vocab], got {logits!r:.80}")
         if self.is_greedy:
             return _one_hot(logits, out)
         if self.truncates:

@@ -10,11 +10,13 @@ import math
 import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stree.checks import check_one_of
 from stree.distributions import Distributions, per_row
 from stree.kernels.ops import philox_uniform
 
@@ -102,6 +104,12 @@ class Sampling(Distributions):
             top_p,
             min_p,
         )
+
+
+def _check_tensor(name: str, value: Any, *, is_float: bool = False) -> None:
+    if not (isinstance(value, Tensor) and value.dim() and value.is_floating_point() == is_float):
+        kind = "float[batch, ..., vocab]" if is_float else "int[batch, ...]"
+        raise TypeError(f"{name} must be a tensor {kind}, got {value!r:.80}")
 
 
 def _number(name: str, value: Any) -> float:
@@ -222,10 +230,14 @@ class Random:
         Returns:
             float64, the shape of offset broadcast with node; 53 random bits.
         """
+        _check_tensor("offset", offset)
+        check_one_of("purpose", purpose, tuple(PURPOSES))
         shape = (-1,) + (1,) * (offset.dim() - 1)
         position, sequence = self.positions.view(shape) + offset, self.sequences.view(shape)
         if not isinstance(node, Tensor):
-            node = torch.full((), node, device=offset.device)
+            if not (isinstance(node, Integral) and 0 <= node < 1 << 63):
+                raise TypeError(f"node must be an integer in [0, 2**63) or a tensor of them, got {node!r:.80}")
+            node = torch.full((), int(node), device=offset.device)
         words = torch.broadcast_tensors(position.long(), sequence, node.long())
         return philox_uniform(*words, seed=self.seed, purpose=PURPOSES[purpose])
 
@@ -241,9 +253,13 @@ class Random:
         Returns:
             int64[batch, ...]; an index of probability zero only if all are zero.
         """
+        _check_tensor("probs", probs, is_float=True)
         cumulative = probs.cumsum(-1, dtype=torch.float64)
         total = cumulative[..., -1:]
-        level = self.uniform(purpose, offset, node).unsqueeze(-1) * total
+        uniform = self.uniform(purpose, offset, node)
+        if probs.dim() > 1 and uniform.shape != probs.shape[:-1]:
+            raise ValueError(f"offset and node must be of shape {[*probs.shape[:-1]]} of probs, got {[*uniform.shape]}")
+        level = uniform.unsqueeze(-1) * total
         level = torch.minimum(level, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up
         index = torch.searchsorted(cumulative, level, right=True).squeeze(-1)
         return index.clamp_(max=probs.shape[-1] - 1) * (total.squeeze(-1) > 0)

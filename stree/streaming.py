@@ -51,6 +51,8 @@ class TokenStream(Iterator[int]):
         Args:
             tokenizer: of transformers, of the target.
         """
+        if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
+            raise TypeError(f"tokenizer must be transformers' tokenizer of the target, got {tokenizer!r:.80}")
         text = None
         for token in self:
             if text is None:

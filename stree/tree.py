@@ -137,6 +137,8 @@ class TokenTree:
 
     def prune(self, kept: Tensor) -> TokenTree:
         """Return the tree of int64[batch, count] kept nodes, whose parents are kept and come first."""
+        if not (isinstance(kept, Tensor) and kept.dtype == torch.int64 and kept.dim() == 2):
+            raise TypeError(f"kept must be a tensor int64[batch, count], got {kept!r:.80}")
         parents, mask = prune(kept, self.parents, self.ancestor_mask)
         return TokenTree.unchecked(self.tokens.gather(1, kept), parents, self.depths.gather(1, kept), mask)
 

@@ -54,7 +54,7 @@ def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead | Maske
         NotImplementedError: a layout or variant that is not known; the message lists the tensors found.
         ValueError: the checkpoint cannot be read, holds no head, or was made for a target of other sizes.
     """
-    if source == "mtp":
+    if isinstance(source, str) and source == "mtp":
         return load_mtp(target)
     layout, published = head_layout(source), raw_config(source)
     if layout is None:

@@ -104,7 +104,7 @@ def _options_of_each(options: dict[str, Any], count: int | None) -> list[dict[st
         if len(values) != count:
             what = f"one for all prompts or one for each of {count}"
             raise ValueError(f"{name} must be {what}, got a list of {len(values)}")
-    if None in lists.get("sampling", ()):
+    if None in list(lists.get("sampling", ())):
         raise TypeError("sampling must be an object such as stree.Sampling() for each prompt, got None in a list")
     own = (dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True))
     return [{**options, **values} for values in own] if lists else [options]

@@ -60,7 +60,7 @@ class Settings:
             check_object("cancelled", cancelled, "__call__", "a function of a prompt's place")
         if isinstance(budget, str) and budget != "auto":
             raise ValueError(f"budget must be a number of nodes or 'auto', got {budget!r}")
-        check_sizes(budget=None if isinstance(budget, str) else budget)
+        check_sizes(below=1 << 31, budget=None if isinstance(budget, str) else budget)
         self.rule = verifier_of(verifier)
         if not (allow_lossy or getattr(self.rule, "is_lossless", True)):
             what = f"{name_of(self.rule)} does not keep the target's distribution"

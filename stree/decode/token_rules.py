@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stree.checks import check_numbers, integer
 from stree.decode.prompts import token_ids
 
 __all__ = ["RULES", "TokenRules", "check_names", "token_mask"]
@@ -64,14 +65,13 @@ class TokenRules:
         penalty = _number("repetition_penalty", repetition_penalty)
         if not 0 < penalty < math.inf:
             raise ValueError(f"repetition_penalty must be above 0 and finite, got {repetition_penalty}")
-        if not hasattr(min_new_tokens, "__index__"):
-            raise TypeError(f"min_new_tokens must be an integer, got {min_new_tokens!r:.80}")
-        if not 0 <= min_new_tokens <= max_new_tokens:
+        least = integer("min_new_tokens", min_new_tokens)
+        if not 0 <= least <= max_new_tokens:
             raise ValueError(f"min_new_tokens must be in [0, max_new_tokens {max_new_tokens}], got {min_new_tokens}")
         rules = cls(
             _bias(logit_bias, vocab_size), penalty, _finite("frequency_penalty", frequency_penalty),
             _finite("presence_penalty", presence_penalty), _allowed(allowed_token_ids, vocab_size),
-            _words(bad_words, vocab_size), int(min_new_tokens), stops if min_new_tokens else frozenset(),
+            _words(bad_words, vocab_size), least, stops if least else frozenset(),
         )  # fmt: skip
         excluded = {word[-1] for word in rules.bad_words} | rules.stops
         allowed = range(vocab_size) if rules.allowed_token_ids is None else rules.allowed_token_ids
@@ -129,8 +129,7 @@ def token_mask(tokens: Collection[int], vocab_size: int) -> Tensor:
 
 
 def _number(name: str, value: Any) -> float:
-    if not hasattr(value, "__float__") or isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a number, got {value!r:.80}")
+    check_numbers(**{name: value})
     return float(value)
 
 
@@ -157,7 +156,7 @@ def _allowed(tokens: Any, vocab_size: int) -> frozenset[int] | None:
 def _words(words: Any, vocab_size: int) -> tuple[tuple[int, ...], ...]:
     if words is None:
         return ()
-    if isinstance(words, str) or not hasattr(words, "__iter__"):
+    if not isinstance(words, Sequence) or isinstance(words, str):
         raise TypeError(f"bad_words must be a list of token lists, got {words!r:.80}")
     found = tuple(tuple(_tokens("bad_words", word, vocab_size, least=1)) for word in words)
     if not found:

@@ -8,13 +8,17 @@ from numbers import Integral
 
 import torch
 
-from stree.checks import check_sizes
+from stree.checks import check_numbers, check_one_of, check_sizes
 from stree.distill.network import CHUNK
 
 __all__ = ["KINDS", "RECIPES", "Settings"]
 
 KINDS = ("model", "mtp", "eagle3", "dflash", "specblock", "diffusion")
 RECIPES = dict.fromkeys(("mtp", "eagle3"), ("plain", "hass", "griffin", "fspad"))  # the other kinds: plain
+
+NUMBERS = (
+    "minutes", "text_share", "generated", "temperature", "muon_lr", "adam_lr", "warmup", "decay", "clip", "save_every"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,11 +83,9 @@ class Settings:
         check_sizes(
             layers=self.layers, batch_size=self.batch_size, steps=self.steps, hidden=self.hidden, length=self.length
         )
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}")
-        recipes = RECIPES.get(self.kind, ("plain",))
-        if self.recipe not in recipes:
-            raise ValueError(f"recipe of kind {self.kind} must be one of {', '.join(recipes)}, got {self.recipe!r}")
+        check_one_of("kind", self.kind, KINDS)
+        check_one_of(f"recipe of kind {self.kind}", self.recipe, RECIPES.get(self.kind, ("plain",)))
+        check_numbers(**{name: getattr(self, name) for name in NUMBERS})
         if self.hidden is not None and self.hidden % 16:
             raise ValueError(f"hidden must be a multiple of 16, got {self.hidden}")
         if self.length < 8 or (self.length > CHUNK and self.length % CHUNK):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from stree.checks import check_numbers, integers
 from stree.growth.acceptance_model import AcceptanceModel
 from stree.growth.eagle2 import Eagle2
 from stree.growth.stops import Stop, StoppedGrowth, StoppedModel
@@ -45,10 +46,11 @@ class DepthStop(StoppedGrowth, Stop):
         super().__post_init__()
         if isinstance(self.base, Eagle2) and self.base.depth is None:
             object.__setattr__(self, "base", replace(self.base, depth=DEPTH))
+        check_numbers(threshold=self.threshold)
         if not self.threshold <= 0:
             raise ValueError(f"threshold must be a log-probability, at most 0, got {self.threshold}")
         if self.layers is not None:
-            object.__setattr__(self, "layers", tuple(self.layers))
+            object.__setattr__(self, "layers", integers("layers", self.layers))
             if not self.layers or min(self.layers) < 1:
                 raise ValueError(f"layers must be depths of at least 1, got {list(self.layers)}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stree.checks import check_sizes
+from stree.checks import check_numbers, check_one_of, check_sizes
 from stree.growth.base import BaseGrowth
 from stree.growth.plan import Layer, Plan
 
@@ -47,10 +47,10 @@ class DySpec(BaseGrowth):
 
     def __post_init__(self) -> None:
         check_sizes(depth=self.depth, width=self.width, ranks=self.ranks)
+        check_numbers(threshold=0 if self.threshold is None else self.threshold)
         if self.threshold is not None and not 0 <= self.threshold < 1:
             raise ValueError(f"threshold must be in [0, 1), got {self.threshold}")
-        if self.form not in FORMS:
-            raise ValueError(f"form must be one of {', '.join(FORMS)}, got {self.form!r}")
+        check_one_of("form", self.form, FORMS)
 
     def plan(self, budget: int) -> Plan:
         """Return the plan of the widest tree that the budget allows."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.checks import check_sizes
+from stree.checks import check_shares, check_sizes
 from stree.growth.acceptance_model import AcceptanceModel
 from stree.growth.base import BaseGrowth
 from stree.growth.plan import Plan
@@ -52,8 +52,7 @@ class DecisionStop(StoppedGrowth):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.threshold <= 1:
-            raise ValueError(f"threshold must be in [0, 1], got {self.threshold}")
+        check_shares(threshold=self.threshold)
         weights = tuple(tuple(tuple(row) for row in layer) for layer in self.weights)
         object.__setattr__(self, "weights", weights)
         inputs = NUM_PROBS + 1

@@ -118,8 +118,11 @@ def parse_growth(text: str) -> NamedGrowth:
     """Read a name: calibrated:16x4, dyspec:32, eagle2:60x11+depth-stop, chain:8+sure:0.4, static:3,2, ...
 
     Raises:
+        TypeError: no text.
         ValueError: an unknown name, or numbers and options that it does not take; the message lists what is known.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"text must be the name of a growth, such as 'chain:4', got {text!r:.80}")
     shape, *stops = text.split("+")
     name, colon, rest = shape.partition(":")
     items = rest.split(",") if colon else []

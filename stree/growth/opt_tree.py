@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from stree.checks import check_sizes
+from stree.checks import check_numbers, check_sizes
 from stree.growth.acceptance_model import AcceptanceModel, PathProbability
 from stree.growth.base import BaseGrowth
 from stree.growth.plan import Layer, Plan
@@ -39,6 +39,7 @@ class OptTree(BaseGrowth):
 
     def __post_init__(self) -> None:
         check_sizes(depth=self.depth)
+        check_numbers(least_gain=self.least_gain)
         if not self.least_gain >= 0:
             raise ValueError(f"least_gain must not be negative, got {self.least_gain}")
 

@@ -14,12 +14,14 @@ Terms that the whole package uses:
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from stree.checks import check_counts, check_object
 from stree.kernels.constants import constant
 from stree.kernels.tree_growth.api import choose
 from stree.kernels.tree_growth.operands import Terms
@@ -101,7 +103,9 @@ def checked_plan(growth: Any, budget: int) -> Plan:
         ValueError: more nodes than the budget, or slots that are not below the layer before, occur twice, or leave out
             an earlier sibling; also what ``plan`` itself raises.
     """
-    plan, name = growth.plan(budget), type(growth).__name__
+    check_object("growth", growth, "plan", "stree.growth.Chain(4)")
+    check_counts(budget=budget)
+    plan, name = growth.plan(operator.index(budget)), type(growth).__name__
     try:
         hash(growth)
     except TypeError as error:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from stree.checks import check_sizes
+from stree.checks import check_sizes, real_numbers
 from stree.growth.base import BaseGrowth
 from stree.growth.plan import Plan
 from stree.growth.static import Static
@@ -42,7 +42,10 @@ class Sequoia(BaseGrowth):
     source: str = ""
 
     def __post_init__(self) -> None:
-        rates, source = (RATES, SOURCE) if self.rates is None else (tuple(self.rates), "the caller")
+        if not isinstance(self.source, str):
+            raise TypeError(f"source must be a string, got {self.source!r:.80}")
+        is_own = self.rates is not None
+        rates, source = (real_numbers("rates", self.rates), "the caller") if is_own else (RATES, SOURCE)
         object.__setattr__(self, "rates", rates)
         object.__setattr__(self, "source", self.source or source)
         check_sizes(depth=self.depth)

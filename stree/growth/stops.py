@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.checks import check_numbers, check_shares
 from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots
 from stree.growth.base import WrappedGrowth
 from stree.growth.plan import Plan
@@ -129,8 +130,8 @@ class Confidence(Stop):
     most_entropy: float = math.inf
 
     def __post_init__(self) -> None:
-        if not 0 <= self.least_prob <= 1:
-            raise ValueError(f"least_prob must be in [0, 1], got {self.least_prob}")
+        check_shares(least_prob=self.least_prob)
+        check_numbers(most_entropy=self.most_entropy)
         if not self.most_entropy >= 0:
             raise ValueError(f"most_entropy must not be negative, got {self.most_entropy}")
         if self.least_prob == 0 and self.most_entropy == math.inf:

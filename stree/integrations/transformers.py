@@ -231,6 +231,8 @@ def _check_config(model: PreTrainedModel, config: GenerationConfig) -> None:
 
 def _check_inputs(input_ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
     """Refuse inputs beside token ids; return int64[batch, length], 1 where a token counts."""
+    if not (isinstance(input_ids, Tensor) and input_ids.dim() == 2 and not input_ids.is_floating_point()):
+        raise TypeError(f"input_ids must be a tensor int64[batch, length], got {input_ids!r:.80}")
     unknown = sorted(name for name, value in inputs.items() if name not in KNOWN_INPUTS and value is not None)
     if unknown:
         raise NotImplementedError(f"custom_generate takes token ids only, got {', '.join(unknown)}")

@@ -44,7 +44,10 @@ class SuffixAutomaton:
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
-        new = np.asarray(tokens if isinstance(tokens, list | np.ndarray) else list(tokens), dtype=np.int64)
+        try:
+            new = np.asarray(tokens if isinstance(tokens, list | np.ndarray) else list(tokens), dtype=np.int64).ravel()
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            raise TypeError(f"tokens must be a list of integers, got {tokens!r:.80}") from None
         if not new.size:
             return
         if new.min() < 0 or new.max() > LARGEST_TOKEN:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stree.checks import check_flags, check_sizes
+from stree.checks import check_counts, check_flags, check_numbers, check_object, check_sizes
 from stree.decode.grammar import Grammar
 from stree.decode.memory import check_memory
 from stree.decode.request import Request
@@ -29,7 +29,7 @@ from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.serving.handle import QueueFull, RequestHandle
 from stree.serving.prefill import default_chunk
-from stree.serving.running import MOST_STOPS, RunningBatch
+from stree.serving.running import RunningBatch, check_stops
 from stree.serving.totals import Totals
 from stree.verify import Verifier
 
@@ -47,15 +47,13 @@ class Engine:
 
     Args:
         lm: the target.
-        drafter: as for ``generate``.
-        growth, verifier: likewise.
+        drafter, growth, verifier: as for ``generate``.
         budget: likewise; None for what the growth's name sets, else "auto".
         max_batch: most requests that run at once; others wait.
         max_length: most tokens of a prompt and its new ones.  Memory is bounded by ``max_batch`` times it.
         max_queue: most requests that wait, or None for any number.
-        cache_bytes: of the states of earlier texts.  A request that continues one runs its new tokens only.  They are
-            dropped when the next request begins after a change of the target's weights (but through their ``data``),
-            adapters, hooks or settings, and by ``clear_cache``.
+        cache_bytes: of the states of earlier texts, whose continuations run new tokens only.  Dropped by
+            ``clear_cache`` and after changes of the target (but of weights through their ``data``).
         prefill_chunk: most tokens of a prompt that run between two steps; None for 512, and on CUDA for what fits.
         before_step: called by the engine's thread before every step, or None; its errors end the engine.
 
@@ -75,7 +73,9 @@ class Engine:
         max_queue: int | None = None, cache_bytes: int = 0, prefill_chunk: int | None = None,
         before_step: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        check_sizes(max_batch=max_batch, max_length=max_length, prefill_chunk=prefill_chunk)
+        check_counts(below=1 << 31, max_batch=max_batch)
+        check_counts(max_length=max_length, prefill_chunk=512 if prefill_chunk is None else prefill_chunk)
+        check_object("before_step", print if before_step is None else before_step, "__call__", "a function")
         self.lm, self.max_batch, self.max_length, self.max_queue = lm, max_batch, max_length, max_queue
         growth, budget = sized_growth(growth, budget, "auto")
         self.settings = Settings(lm, drafter, growth=growth, budget=budget, verifier=verifier)
@@ -126,17 +126,16 @@ class Engine:
             QueueFull: too many requests wait.
             RuntimeError: the engine is closed, or its thread has ended by an error.
         """
-        check_flags(cache=cache)
-        check_sizes(num_shared=num_shared or None, prompt_logprobs=prompt_logprobs or None)
-        handle = RequestHandle(self.totals, RequestPrefixes(self._cache if cache else PrefixCache(0), int(num_shared)))
+        check_flags(cache=cache, trees=trees)
+        check_sizes(prompt_logprobs=prompt_logprobs or None)
+        handle = RequestHandle(self.totals, RequestPrefixes(self._cache if cache else PrefixCache(0), num_shared))
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, budget=budget,
             stop_strings=new_text_stops(tokenizer, stop_strings), ignore_eos=ignore_eos, logprobs=logprobs, seed=seed,
             streamer=handle, grammar=grammar, tokenizer=tokenizer, return_steps=trees, **check_names(rules),
         ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
         self.settings.check_request(request)
-        if len(request.stop_token_ids) > MOST_STOPS:
-            raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {len(request.stop_token_ids)}")
+        check_stops(request)
         handle.start(request, prompt_logprobs)
         with self._changed:
             if self.problem is not None:
@@ -165,10 +164,11 @@ class Engine:
 
         Returns whether the engine has ended; False where the step that runs takes longer than ``timeout`` seconds.
         """
+        check_numbers(grace=grace, timeout=0 if timeout is None else timeout)
         with self._changed:
             self._closing, self.problem = time.monotonic() + grace, self.problem or "the engine is closed"
             self._changed.notify_all()
-        self._thread.join(timeout)
+        self._thread.join(timeout if timeout is None else max(0.0, min(float(timeout), threading.TIMEOUT_MAX)))
         return not self._thread.is_alive()
 
     def __enter__(self) -> Engine:

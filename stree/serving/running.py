@@ -24,7 +24,7 @@ from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["MOST_STOPS", "PREFILL_NODES", "RunningBatch"]
+__all__ = ["PREFILL_NODES", "RunningBatch", "check_stops"]
 
 MOST_STOPS = 64  # stop tokens of a request
 PREFILL_NODES = 64  # tokens that later chunks of a prompt run at once
@@ -171,3 +171,13 @@ class RunningBatch:
             kinds = {Sampling(0.0 if is_greedy else 1.0)}
             self._policies[rows, is_greedy] = budget_policy(self._settings, rows, kinds)[1]
         return self._policies[rows, is_greedy]
+
+
+def check_stops(request: Request) -> None:
+    """Refuse a request of more stop tokens than a row has room for.
+
+    Raises:
+        ValueError: it has more.
+    """
+    if len(request.stop_token_ids) > MOST_STOPS:
+        raise ValueError(f"stop_token_ids must be at most {MOST_STOPS} tokens, got {len(request.stop_token_ids)}")

@@ -9,12 +9,12 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from stree.checks import check_object
+from stree.checks import check_object, check_sizes
 from stree.drafters import Draft, Drafter
 from stree.growth import Chain, Growth, Static, checked_plan
 from stree.sampling import Random, Sampling
 from stree.testing.distributions import drawn_problem, emitted_problem
-from stree.testing.enumeration import DRAFTS, PLAIN, drafts_of, with_own_probs
+from stree.testing.enumeration import DRAFTS, PLAIN, check_enumeration, drafts_of, with_own_probs
 from stree.testing.outcomes import TooManyOutcomes, all_outcomes
 from stree.testing.reference_rules import RULES, PlainTree, plain_trees
 from stree.testing.report import CheckFailed, Report
@@ -26,7 +26,6 @@ __all__ = ["check_drafter", "check_growth"]
 
 TOLERANCE, ROUNDED = 1e-9, 1e-5  # total variation: of float64 distributions, and of others
 MOST_TWICE = 20_000  # outcomes of two steps
-MOST_TOKENS = 8
 
 
 class Inspection:
@@ -185,6 +184,7 @@ def check_growth(
         ValueError: no tree fits the budget, or there are too many outcomes: take a smaller budget, depth or vocabulary.
     """
     check_object("growth", growth, "bind", "stree.growth.Chain(4)")
+    seeds = check_enumeration(vocab_size, seeds, budget, sampling)
     sizes = _sizes(growth.bind(sampling), budget)
     name, worst, cases, notes = f"growth {type(growth).__name__}", 0.0, 0, tuple[str, ...]()
     for (kind, make), seed in product(PAIRS.items(), seeds):
@@ -252,9 +252,11 @@ def check_drafter(
     check_object("drafter", drafter, "hidden_layers", "stree.drafters.SuffixDrafter()")
     if drafter.hidden_layers is not None:
         raise NotImplementedError(f"{type(drafter).__name__} reads hidden states; check_drafter runs no target")
-    vocab = vocab_size or next((model.vocab_size for model in drafter.models), 3)
-    if not 2 <= vocab <= MOST_TOKENS:
-        raise ValueError(f"enumeration takes a vocabulary of 2 to {MOST_TOKENS} tokens, got {vocab}")
+    vocab = vocab_size if vocab_size is not None else next((model.vocab_size for model in drafter.models), 3)
+    seeds = check_enumeration(vocab, seeds, budget, sampling)
+    check_sizes(max_batch=max_batch)
+    if growth is not None:
+        check_object("growth", growth, "bind", "stree.growth.Chain(4)")
     shapes: list[Growth | None] = [growth]
     if growth is None and drafter.uses_growth:
         shapes = [Chain(2), Static([2])] if budget > 2 else [Chain(1)]

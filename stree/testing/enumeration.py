@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from stree.checks import check_counts, check_object, integers
 from stree.drafters import Draft, Drafter
 from stree.growth import Growth
 from stree.sampling import Random, Sampling
@@ -18,12 +20,24 @@ from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, Acceptance, DraftProbs, Verifier, accept
 
 __all__ = [
-    "EXACT", "PLAIN", "DraftedTrees", "drafted_trees", "drafts_of", "emitted_by", "every_outcome", "expected_tokens",
-    "step_bias", "strings_of", "total_variation", "with_own_probs",
+    "EXACT",
+    "PLAIN",
+    "DraftedTrees",
+    "check_enumeration",
+    "drafted_trees",
+    "drafts_of",
+    "emitted_by",
+    "every_outcome",
+    "expected_tokens",
+    "step_bias",
+    "strings_of",
+    "total_variation",
+    "with_own_probs",
 ]  # fmt: skip
 
 EXACT = 1e-12  # total variation: sums in float64
 PLAIN = Sampling(1.0)
+MOST_TOKENS, MOST_BUDGET = 8, 16
 MOST_DRAFTS = 200_000  # outcomes of the draws of one tree
 DRAFTS = ("draft",)  # purpose of a drafter's numbers
 
@@ -259,3 +273,25 @@ def expected_tokens(target: TableModel, trees: DraftedTrees, sampling: Sampling,
 def total_variation(left: Tensor, right: Tensor) -> float:
     """Total variation distance of two distributions."""
     return float((left - right).abs().sum()) / 2
+
+
+def check_enumeration(
+    vocab_size: Any, seeds: Any, budget: Any = 1, sampling: Any = PLAIN, least: int = 2
+) -> tuple[int, ...]:
+    """Refuse arguments of a check for which nothing can be enumerated; return the seeds.
+
+    Raises:
+        TypeError: a value of another kind.
+        ValueError: a vocabulary or a budget that is too small or too large.
+    """
+    check_counts(vocab_size=vocab_size, budget=budget)
+    if not least <= vocab_size <= MOST_TOKENS:
+        raise ValueError(f"vocab_size must be in [{least}, {MOST_TOKENS}] for enumeration, got {vocab_size}")
+    if budget > MOST_BUDGET:
+        raise ValueError(f"budget must be at most {MOST_BUDGET} for enumeration, got {budget}")
+    if not (found := integers("seeds", seeds)):
+        raise ValueError("seeds must hold at least one integer, got none")
+    if not all(0 <= seed < 1 << 31 for seed in found):
+        raise ValueError(f"seeds must be in [0, 2**31), got {found!r:.80}")
+    check_object("sampling", sampling, "draft_probs", "stree.Sampling(1.0)")
+    return found

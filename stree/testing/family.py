@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.checks import integer
 from stree.models.tree_lm import TreeLM
 from stree.testing.forwards import (
     as_commit,
@@ -54,6 +55,7 @@ def check_family(model: Any, *, seed: int = 0) -> Report:
     """
     if isinstance(model, TreeLM):
         model = copy.deepcopy(model).release()
+    seed = integer("seed", seed)
     weight = next(iter(model.parameters()), None) if hasattr(model, "parameters") else None
     if weight is None:
         raise TypeError(f"model must be a transformers model or a TreeLM of one, got {type(model).__name__}")

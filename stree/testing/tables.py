@@ -192,4 +192,6 @@ class TableLM:
 
 def table_drafter(table: TableModel) -> ModelDrafter:
     """Return a drafter with a table in place of a model."""
+    if not isinstance(table, TableModel):
+        raise TypeError(f"table must be a TableModel, got {table!r:.80}")
     return ModelDrafter(TableLM(table).as_lm())

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from stree.sampling import Random, Sampling
-from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafted_trees, strings_of, total_variation
+from stree.testing.enumeration import (
+    EXACT,
+    PLAIN,
+    DraftedTrees,
+    check_enumeration,
+    drafted_trees,
+    strings_of,
+    total_variation,
+)
 from stree.testing.report import CheckFailed, Report, compared
 from stree.testing.tables import PAIRS, Pair
 from stree.tree import TokenTree
@@ -71,6 +79,7 @@ def check_verifier(verifier: str | Verifier, *, seeds: Sequence[int] = (0, 1), v
     Raises:
         CheckFailed: the rule is not lossless, or returns no path of the tree; the message says where.
     """
+    seeds = check_enumeration(vocab_size, seeds, least=3)
     rule, name = verifier_of(verifier), f"verifier {name_of(verifier)}"
     worst, cases, notes = 0.0, 0, list[str]()
     for case in _cases(seeds, vocab_size):

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from stree.checks import check_object, integer
 from stree.kernels.checks import checks_values
 from stree.kernels.dispatch import is_known_all
 from stree.sampling import AnySampling, Random, Sampling
@@ -138,11 +139,13 @@ def accept(
         max_depth: upper bound of the depths; None reads it from the tree, which synchronises with a device.
 
     Raises:
+        TypeError: an argument of another kind.
         ValueError: shapes disagree, the verifier is unknown, or (checked on the CPU only) logits are NaN, or +inf
             where tokens are sampled, or "block" got a tree with branches.
     """
+    _check_kinds(tree, target_logits, sampling, rng, draft)
     target_logits = target_logits.detach()
-    rule = None if verifier == LONGEST else verifier_of(verifier)
+    rule = None if isinstance(verifier, str) and verifier == LONGEST else verifier_of(verifier)
     _check_shapes(tree, target_logits, draft)
     if rule is not None and isinstance(sampling, Sampling):
         rule.check(sampling)
@@ -150,14 +153,26 @@ def accept(
         _check_values(tree, target_logits, sampling)
     if draft is not None and draft.probs.dtype in (torch.float16, torch.bfloat16):
         draft = replace(draft, probs=draft.probs.float())
-    if max_depth is None:
-        max_depth = int(tree.depths.max())
+    max_depth = integer("max_depth", tree.depths.max() if max_depth is None else max_depth)
     if rule is None:
         return longest(tree, target_logits, sampling, rng, draft, max_depth)
     accepted = rule(tree, target_logits, sampling, rng, draft, max_depth)
     if not isinstance(rule, Match):  # of another author
         _check_accepted(accepted, type(rule).__name__, len(tree.tokens))
     return accepted
+
+
+def _check_kinds(tree: Any, target_logits: Any, sampling: Any, rng: Any, draft: Any) -> None:
+    """Refuse arguments of another kind."""
+    if not isinstance(tree, TokenTree):
+        raise TypeError(f"tree must be a TokenTree, got {tree!r:.80}")
+    if not (isinstance(target_logits, Tensor) and target_logits.is_floating_point()):
+        raise TypeError(f"target_logits must be a tensor float[batch, n, vocab], got {target_logits!r:.80}")
+    check_object("sampling", sampling, "has_distribution", "stree.Sampling(temperature=0.8)")
+    check_object("rng", rng, "choice", "stree.Random(seed, sequences, positions)")
+    parts = (draft.probs, draft.row, draft.kind) if isinstance(draft, DraftProbs) else (draft,) * (draft is not None)
+    if not all(isinstance(part, Tensor) for part in parts) or (parts and not isinstance(draft, DraftProbs)):
+        raise TypeError(f"draft must be a DraftProbs of tensors probs, row and kind, got {draft!r:.80}")
 
 
 def _check_shapes(tree: TokenTree, target_logits: Tensor, draft: DraftProbs | None) -> None:

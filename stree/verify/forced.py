@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from stree.checks import check_numbers
 from stree.kernels.traversal.paths import deepest
 from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
@@ -38,8 +39,7 @@ class ForcedLength(Match):
     tokens: float
 
     def __post_init__(self) -> None:
-        if not hasattr(self.tokens, "__float__"):
-            raise TypeError(f"tokens must be a number, got {self.tokens!r:.80}")
+        check_numbers(tokens=self.tokens)
         if not 1 <= self.tokens < math.inf:
             raise ValueError(f"tokens must be at least 1 and finite, got {self.tokens}")
 

@@ -45,7 +45,7 @@ def test_what_cannot_be_enumerated_is_refused_by_name() -> None:
         check_growth(Static([2, 2]), budget=3)
     with pytest.raises(ValueError, match="there are more than .* outcomes: take a smaller budget, depth or vocabulary"):
         list(all_outcomes(draw_nine_tokens, 1, most=1000))
-    with pytest.raises(ValueError, match="enumeration takes a vocabulary of 2 to 8 tokens, got 97"):
+    with pytest.raises(ValueError, match=r"vocab_size must be in \[2, 8\] for enumeration, got 97"):
         check_drafter(SuffixDrafter(), vocab_size=97)
     with pytest.raises(TypeError, match=r"growth must be an object such as stree.growth.Chain\(4\), got 'chain:2'"):
         check_growth("chain:2")  # type: ignore[arg-type]
