@@ -65,6 +65,7 @@ class Tape(TorchDispatchMode):
         for whole, held in self._before.values():
             whole.copy_(held)
         self._before.clear()
+        self._sort()
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -77,20 +78,31 @@ class Tape(TorchDispatchMode):
         for other in self._recorder.tapes:
             if other is not self and other._separate_pool == self._separate_pool:
                 other._spoil()
-        for func, args, kwargs, made in self._calls:
-            if not made and not _written(func, args, kwargs):
-                continue  # a view
+        for func, args, kwargs, made in self._run:
             out = func(*args, **kwargs)
             fresh = _tensors(out)
             for old, new in zip(made, fresh if len(fresh) == len(made) else [], strict=bool(made)):
                 old.copy_(new)
 
-    def _spoil(self) -> None:
-        """Leave nothing of the last run."""
-        for _, _, _, made in self._calls:
+    def _sort(self) -> None:
+        """Sort what was captured once, as every replay needs it."""
+        self._run = [call for call in self._calls if call[3] or _written(*call[:3])]  # others are views
+        self._times = dict[int, int]()  # that the tape holds each tensor
+        self._held = dict[int, dict[int, Tensor]]()  # by storage, the tensors in memory that it did not allocate
+        self._memory = dict[int, Tensor]()  # by storage, that which it allocated
+        for _, args, kwargs, made in self._calls:
             for tensor in made:
                 if _place(tensor) in self._own:
-                    torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0xA5)
+                    self._memory[_place(tensor)] = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            for tensor in [*_tensors((args, kwargs)), *made]:
+                self._times[id(tensor)] = self._times.get(id(tensor), 0) + 1
+                if _place(tensor) not in self._own:
+                    self._held.setdefault(_place(tensor), {})[id(tensor)] = tensor
+
+    def _spoil(self) -> None:
+        """Leave nothing of the last run."""
+        for memory in self._memory.values():
+            memory.fill_(0xA5)
 
     def _save(self, tensor: Tensor) -> None:
         """Keep what a storage holds before the first write to it."""
@@ -101,20 +113,14 @@ class Tape(TorchDispatchMode):
 
     def _look_for_freed(self) -> None:
         """Fail if only the tape holds memory that it did not allocate."""
-        times: dict[int, int] = {}  # that the tape holds each tensor
-        held: dict[int, dict[int, Tensor]] = {}
-        for _, args, kwargs, made in self._calls:
-            for tensor in [*_tensors((args, kwargs)), *made]:
-                times[id(tensor)] = times.get(id(tensor), 0) + 1
-                if _place(tensor) not in self._own:
-                    held.setdefault(_place(tensor), {})[id(tensor)] = tensor
-        del tensor
-        for tensors in held.values():
+        for tensors in self._held.values():
             views = [*tensors.values()]
             storage = views[0].untyped_storage()
             others = torch._C._storage_Use_Count(storage._cdata) - len(views) - 1
             # Beside the tape, two collections here and the argument of getrefcount hold a tensor.
-            if others <= 0 and all(sys.getrefcount(views[i]) <= times[id(views[i])] + 3 for i in range(len(views))):
+            if others <= 0 and all(
+                sys.getrefcount(views[i]) <= self._times[id(views[i])] + 3 for i in range(len(views))
+            ):
                 raise TapeError(f"a replayed step uses memory that was freed, once a tensor {[*views[0].shape]}")
 
 
