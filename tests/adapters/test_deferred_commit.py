@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import family_states
-from helpers.tiny_family_models import EVERY_ADAPTER, family_model
+from helpers.tiny_family_models import EVERY_ADAPTER, EVERY_STATE, family_model
 from helpers.tiny_models import TOLERANCE, as_commit, patched, random_texts, tree_error
 from torch import Tensor
 
@@ -49,7 +49,7 @@ def test_trees_after_deferred_commits_are_exact(family: str) -> None:
     decoding.score([4, 4])
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", EVERY_STATE)
 def test_a_deferred_path_goes_into_clones_selections_and_larger_states(family: str) -> None:
     decoding = Decoding(family_model(family), [9, 2])
     decoding.step([6, 6])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_states import Decoding
-from helpers.tiny_family_models import EVERY_ADAPTER, FAMILIES, ROUTED, family_model, matrix
+from helpers.tiny_family_models import EVERY_ADAPTER, EVERY_STATE, FAMILIES, ROUTED, family_model, matrix
 from helpers.tiny_models import (
     TOLERANCE,
     as_commit,
@@ -66,7 +66,7 @@ def test_trees_of_64_nodes_after_many_commits_are_exact(family: str, dtype: torc
     decoding.score([64, 40, 64])
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE, in_ci=EVERY_STATE))
 def test_verifying_twice_is_bit_equal_and_a_tree_may_be_one_node(family: str) -> None:
     decoding = Decoding(family_model(family), [6, 9])
     decoding.step([8, 8])
@@ -95,7 +95,7 @@ def test_in_bfloat16_a_tree_is_as_exact_as_the_model_itself(family: str) -> None
         decoding.commit(tree, [path_to(tree, 0, 8)])
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE, in_ci=EVERY_STATE))
 def test_a_tree_may_grow_piece_by_piece(family: str) -> None:
     decoding = Decoding(family_model(family), [5, 11])
     decoding.step([8, 8])
@@ -106,7 +106,7 @@ def test_a_tree_may_grow_piece_by_piece(family: str) -> None:
     decoding.score([14, 9])
 
 
-@pytest.mark.parametrize("family", matrix(in_ci=FAMILIES))
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE, in_ci=EVERY_STATE))
 def test_one_token_decoding_by_transformers_agrees(family: str) -> None:
     decoding = Decoding(family_model(family), [7])
     (text,), (rest,) = decoding.texts, random_texts(decoding.rng, [6])
@@ -162,7 +162,7 @@ def test_no_node_depends_on_what_is_not_its_ancestor(family: str, dtype: torch.d
     assert relative_error(logits, reference[:, order]) < TOLERANCE[dtype] / 10  # sums run in another order
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE, in_ci=EVERY_STATE))
 def test_control_a_tree_read_as_a_chain_or_a_lost_state_is_far_off(family: str) -> None:
     decoding = Decoding(family_model(family), [12], seed=6)
     decoding.step([8])

@@ -48,7 +48,7 @@ def split_model(family: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("family", "defers_commit"),
-    [*((family, False) for family in EVERY_ADAPTER), ("jamba", True), ("kimi_linear", True)],
+    [*((family, False) for family in EVERY_ADAPTER if family != "kimi_linear"), ("kimi_linear", True)],
 )
 def test_no_layer_meets_a_tensor_of_another_device(family: str, defers_commit: bool) -> None:
     rng = random.Random(0)

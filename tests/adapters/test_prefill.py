@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.family_states import Decoding
 from helpers.on_device import treat_as_on_device
-from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_family_models import EVERY_STATE, family_model, matrix
 from helpers.tiny_models import TOLERANCE, fresh_logits, random_texts, relative_error, right_padded, tiny_model
 
 import stree
@@ -20,7 +20,7 @@ from stree.models.families import Family
 from stree.models.state import DecodeState
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE, in_ci=EVERY_STATE))
 def test_a_prompt_in_chunks_leaves_what_it_leaves_in_one_piece(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model(family)
     lm = TreeLM(family_model(family))
@@ -102,7 +102,7 @@ def extend(decoding: Decoding, lengths: list[int], padding: int = 3) -> None:
         assert relative_error(logits[row], fresh_logits(decoding.model, text)[-1]) < decoding.tolerance
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE, in_ci=EVERY_STATE))
 def test_an_extended_state_is_one_of_the_whole_text(family: str, dtype: torch.dtype) -> None:
     # The first row is extended by several chains, the second by one token, the third not at all.
     decoding = Decoding(family_model(family, dtype), [9, 3, 5], max_nodes=6)
@@ -114,7 +114,7 @@ def test_an_extended_state_is_one_of_the_whole_text(family: str, dtype: torch.dt
     decoding.score([6, 6, 6])
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE, in_ci=EVERY_STATE))
 def test_a_long_extension_leaves_a_state_of_the_whole_text(family: str, dtype: torch.dtype) -> None:
     decoding = Decoding(family_model(family, dtype), [9, 9], max_nodes=6, defers_commit=True)
     decoding.lm.chunk_size = 11

@@ -12,7 +12,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from helpers.family_states import Decoding
-from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_family_models import EVERY_STATE, family_model, matrix
 from helpers.tiny_models import patched, tiny_model
 
 from stree import TreeLM, custom_generate, generate
@@ -49,7 +49,7 @@ def generated(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")  # of transformers
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE, in_ci=EVERY_STATE))
 def test_a_released_model_is_as_it_was(family: str) -> None:
     oracle, model = family_model(family), family_model(family)
     model.model_tag = model.base_model.layers[0].tag = "the user's own"

@@ -40,7 +40,7 @@ def run(lm: TreeLM, seed: int) -> list[Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("family", matrix(fast=("jamba", "qwen3_next", "recurrent_gemma")))
+@pytest.mark.parametrize("family", matrix(fast=("jamba",)))
 def test_threads_with_separate_states_do_not_disturb_each_other(family: str, eager_switching: None) -> None:
     lm = TreeLM(family_model(family))
     expected = [run(lm, seed) for seed in range(6)]
@@ -82,7 +82,7 @@ def check_fresh(family: str, threads: int, rounds: int, *, is_compiled: bool) ->
             (scaled, optimized, loaded)[number % 3](changed)
 
 
-@pytest.mark.parametrize("family", matrix(fast=("jamba", "lfm2")))
+@pytest.mark.parametrize("family", matrix(fast=("lfm2",)))
 def test_threads_share_a_fresh_model_through_changes_of_its_weights(family: str, eager_switching: None) -> None:
     check_fresh(family, threads=4, rounds=4, is_compiled=False)
 

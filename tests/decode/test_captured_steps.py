@@ -20,7 +20,7 @@ from helpers.calls import together
 from helpers.captured import TEXTS, TapeError, TapeRecorder, captured, generate, launched, near_drafter
 from helpers.draft_steps import GROWTHS
 from helpers.fast_cases import slow_unless
-from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_family_models import EVERY_STATE, family_model, matrix
 from helpers.tiny_models import random_texts
 from torch import Tensor
 
@@ -98,7 +98,7 @@ def test_retrieval_whose_trees_the_host_lays_out(
     assert found.stats["graphs"]["replays"] >= found.stats["steps"] - 6
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE))
 def test_the_verification_of_every_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm, options = stree.TreeLM(family_model(family)), dict[str, Any](texts=[[5, 6, 7, 8] * 4], budget=4)
     expected = generate(lm, SuffixDrafter(), max_new_tokens=8, **options).sequences

@@ -84,7 +84,7 @@ def in_ci(family: str, drafter: str, growth: str, temperature: float) -> bool:
     own = [*DRAFTERS][place % len(DRAFTERS)], names[place % len(names)] if drafter != "suffix" else "chain"
     if (drafter, growth) == own:
         return (temperature == 0.0) == (place % 2 == 0)
-    return family == "jamba" and drafter == "model" and temperature == 0.8
+    return False
 
 
 @pytest.mark.parametrize(("family", "drafter", "growth", "temperature"), slow_unless(is_fast, CASES, in_ci=in_ci))
@@ -107,7 +107,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sampled in several ways": {"sampling": [Sampling(), Sampling(0.8, top_k=5)]},
     "truncated": {"sampling": Sampling(0.8, top_p=0.9, min_p=0.1)},
     "log probabilities": {"logprobs": 3},
-    "steps": {"return_steps": True, "sampling": Sampling(0.8)},
     "token rules": {
         "logit_bias": {3: 1.0},
         "repetition_penalty": 1.2,
@@ -118,14 +117,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "stop_token_ids": [3],
         "sampling": Sampling(0.8),
     },
-    "rejection": {"verifier": "rejection", "sampling": Sampling(0.8)},
+    "rejection": {"verifier": "rejection", "sampling": Sampling(0.8), "return_steps": True},
     "block": {"verifier": "block", "growth": Chain(3), "sampling": Sampling(0.8)},
     "match": {"verifier": "match", "sampling": Sampling(0.8)},
     "stop tokens": {"stop_token_ids": [3, 4]},
 }
 
 
-@pytest.mark.parametrize("option", slow_unless(("auto", "log probabilities").__contains__, OPTIONS))
+@pytest.mark.parametrize("option", slow_unless(("log probabilities",).__contains__, OPTIONS))
 def test_options(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = generated(monkeypatch, "model", **OPTIONS[option])
     assert devices.launches

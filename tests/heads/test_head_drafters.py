@@ -194,6 +194,7 @@ PAIRS = (
     slow_unless(
         lambda *case: case[0] == "qwen3_next" or case == ("bamba", "specblock", "tree"),
         [(*pair, name) for pair in PAIRS for name in OPTIONS],
+        in_ci=lambda family, kind, name: (PAIRS.index((family, kind)) + [*OPTIONS].index(name)) % 2 == 0,
     ),
 )
 def test_texts_are_those_of_plain_decoding(family: str, kind: str, name: str) -> None:
@@ -213,7 +214,7 @@ def test_retrieved_nodes_may_extend_the_trees(kind: str) -> None:
 
 SAMPLED: dict[str, Any] = {"sampling": Sampling(1.5)}
 CAPTURED: list[tuple[str, str, dict[str, Any]]] = [
-    ("llama", "dspark", {}), ("llama", "dflash2", {"growth": Static([2, 2]), **SAMPLED}), ("bamba", "specblock", {}),
+    ("llama", "dspark", {}), ("llama", "dflash2", {"growth": Static([2, 2]), **SAMPLED}),
     ("bamba", "specblock", {"growth": Static([2, 1, 1, 2]), "budget": 12, "verifier": "match", **SAMPLED}),
 ]  # fmt: skip
 

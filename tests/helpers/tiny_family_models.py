@@ -180,6 +180,8 @@ EVERY_ADAPTER = (
     "zamba",
     "zamba2",
 )
+# Together they hold every kind of state: diagonal, matrix, window and attention.
+EVERY_STATE = ("jamba", "lfm2", "qwen3_next", "zamba2")
 
 # Families with experts: in bfloat16 a near-tie of the router may go either way, which changes the logits of a token.
 ROUTED = {

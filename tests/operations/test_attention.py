@@ -67,10 +67,9 @@ def step(problem: Problem, stash: Tensors, first: int = 0, path: Any = None, cou
     ("dtype", "options"),
     [
         (torch.float32, {}),
-        pytest.param(torch.float32, {"window": 5}, marks=pytest.mark.slow),
-        (torch.float32, {"softcap": 2.0}),
         (torch.bfloat16, {"window": 70, "softcap": 30.0}),
-        (torch.float16, {"window": 70, "softcap": 30.0}),
+        pytest.param(torch.float32, {"window": 5, "softcap": 2.0}, marks=pytest.mark.slow),
+        pytest.param(torch.float16, {"window": 70, "softcap": 30.0}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -249,7 +248,7 @@ def test_the_parts_of_a_cache_cover_it_and_none_is_without_rows(capacity: int, p
     assert parts == 1 or parts * programs <= 132
 
 
-@pytest.mark.parametrize(("room", "rows"), [(232448, 128), (101376, 32)])
+@pytest.mark.parametrize(("room", "rows"), [pytest.param(232448, 128, marks=pytest.mark.slow), (101376, 32)])
 def test_tiles_fit_the_shared_memory_of_the_gpu(room: int, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stree.kernels.attention.kernel.shared_memory", lambda _: room)
     problem = draw(random_parents(33, 1), (300,), kv_heads=1, shared=4, dim=256, dtype=torch.bfloat16)

@@ -90,7 +90,7 @@ def test_three_consecutive_tokens_have_the_distribution_after_top_k_and_top_p() 
 @pytest.mark.parametrize("name", WAYS)
 def test_match_gives_the_tokens_of_plain_sampling_with_every_growth(name: str) -> None:
     def texts(drafter: Drafter, growth: Growth | None, budget: int) -> list[list[int]]:
-        prompts = [PROMPT, [3], [0, 0, 1, 3, 2]] * 5
+        prompts = [PROMPT, [3], [0, 0, 1, 3, 2]] * 2
         options: dict[str, Any] = {"verifier": "match", "sampling": Sampling(0.9), "max_new_tokens": 12, "seed": 3}
         return stree.generate(models()[0], prompts, drafter, growth=growth, budget=budget, **options).sequences
 
