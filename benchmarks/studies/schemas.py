@@ -1,4 +1,4 @@
-"""Decode documents of 600 schemas of JSONSchemaBench with the bundled pair, and check them; half an hour on one core.
+"""Decode documents of 600 schemas of JSONSchemaBench with the bundled pair, and check them; an hour on a busy core.
 
     git clone https://github.com/guidance-ai/jsonschemabench
     python -m benchmarks.studies.schemas jsonschemabench/data
