@@ -154,7 +154,7 @@ BAD: list[tuple[str, Any, int, str | None]] = [
 
 
 def test_bad_requests_are_answered_by_error_objects(served: Served) -> None:
-    assert len(BAD) >= 30
+    assert len(BAD) >= 40
     for path, body, status, param in BAD:
         response = served.post(f"/v1/{path}", body)
         assert response.status_code == status, (path, body, response.text)
