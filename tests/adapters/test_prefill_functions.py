@@ -16,7 +16,7 @@ import torch
 import transformers
 from helpers.cuda_packages import REFUSAL, aligned_only, bind_packages, refuse, write_packages
 from helpers.family_states import Decoding
-from helpers.tiny_family_models import FAMILIES, family_model, matrix
+from helpers.tiny_family_models import EVERY_STATE, FAMILIES, family_model, matrix
 from helpers.tiny_models import TOLERANCE, tiny_model
 from packaging.version import Version
 from transformers import AutoConfig
@@ -39,7 +39,7 @@ def mixers_of(model: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("error::FutureWarning", "error::DeprecationWarning")  # of transformers
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE))
 def test_a_cpu_model_runs_where_packages_for_cuda_are_installed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = family_model(family)
     bound = {name for mixer in mixers_of(model) for name in bind_packages(monkeypatch, type(mixer))}

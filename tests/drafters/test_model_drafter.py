@@ -10,7 +10,7 @@ import torch
 from helpers.draft_steps import DraftSteps
 from helpers.on_device import treat_as_on_device
 from helpers.random_rows import random_rows
-from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_family_models import EVERY_STATE, family_model, matrix
 from helpers.tiny_models import TOLERANCE, VOCAB, patched, random_texts, tiny_model
 
 import stree
@@ -46,7 +46,7 @@ def test_the_draft_state_follows_the_text(family: str, name: str, temperature: f
     assert steps.error(model) < EXACT
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE))
 def test_texts_of_one_token_and_of_many_begin_together(family: str) -> None:
     lm = stree.TreeLM(model := family_model(family))
     texts = random_texts(random.Random(2), [1, 2, 40])

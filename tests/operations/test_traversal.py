@@ -76,7 +76,7 @@ def test_acceptance_ratios_and_outcomes_are_those_of_torch(
 @pytest.mark.parametrize("kinds", [ALL, (SAMPLED,), (INDEPENDENT,), (DELTA,)], ids=str)
 @pytest.mark.parametrize("shape", [CHAIN, STAR[:7], [-1, 0, 0, -1, 1, 2, 2, -1, 4]], ids=["chain", "star", "padded"])
 def test_shapes_are_tested_as_in_torch(shape: list[int], kinds: tuple[int, ...]) -> None:
-    for seed in range(3):
+    for seed in range(2):
         check_exactly(Problem.draw(len(shape), 40, seed=seed, kinds=kinds, shape=shape))
 
 

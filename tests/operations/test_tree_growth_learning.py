@@ -114,7 +114,7 @@ def check(step: Step) -> None:
     n=st.integers(2, 40),
     cells=st.sampled_from([None, 1, 2, 5]),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_what_a_tree_teaches_is_the_same(
     ratios: str, seed: int, batch: int, widths: list[int], n: int, cells: int | None
 ) -> None:
