@@ -28,7 +28,8 @@ __all__ = ["DOCUMENTS", "PLOTS", "TABLES", "drawn", "filled"]
 
 RESULTS = ROOT / "benchmarks" / "results"
 PLOTS = ROOT / "docs" / "plots"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "results.md", ROOT / "docs" / "methods.md")
+PAGES = ("results", "results-models", "results-drafting", "methods")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in PAGES))
 BLOCK = re.compile(r"(?<=<!-- table )([\w-]+) -->\n.*?(?=<!-- end -->)", re.DOTALL)
 HEADS = ("model", "mtp", "eagle3", "dflash")
 SUITES = {"humaneval": "HumanEval", "gsm8k": "GSM8K", "mt_bench": "MT-Bench"}

@@ -1,4 +1,4 @@
-"""The committed plots, and the tables of README.md and docs/results.md, are those of the present records."""
+"""The committed plots, and the tables of README.md and docs/results*.md, are those of the present records."""
 
 from __future__ import annotations
 
