@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.kernels": set(),
     "stree.tree": {"stree.kernels"},
     "stree.distributions": {"stree.kernels"},
-    "stree.sampling": {"stree.distributions", "stree.kernels"},
+    "stree.sampling": {"stree.checks", "stree.distributions", "stree.kernels"},
     "stree.models": {"stree.checks", "stree.kernels", "stree.tree"},
     "stree.heads": {"stree.models"},
     "stree.growth": BOTTOM,
