@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -203,7 +203,10 @@ def plots_of(runs: Sequence[LoadedRun]) -> list[Drawn]:
     for figure, shown in drawn:
         config = shown[0].config
         shared = [name for name in CONDITIONS if all(run.config.get(name) == config.get(name) for run in shown)]
-        describe(figure, ", ".join(CONDITIONS[name].format(config[name]) for name in shared if name in config))
+        values = {
+            name: PurePath(value).name if name in ("target", "drafter") else value for name, value in config.items()
+        }
+        describe(figure, ", ".join(CONDITIONS[name].format(values[name]) for name in shared if name in config))
     return drawn
 
 

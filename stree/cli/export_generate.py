@@ -30,7 +30,7 @@ def generate(inputs=None, *, model, **options):
 DEFAULTS: dict[str, Any] = {
     "tokenizer": None, "datastore": None, "drafter_vocab": None, "device": "cpu", "dtype": "auto", "eager": False,
     "compile": False, "prefill_chunk": None, "max_new_tokens": 1, "temperature": 0.0, "top_k": None, "top_p": None,
-    "seed": 0,
+    "min_p": None, "seed": 0,
 }  # fmt: skip
 
 

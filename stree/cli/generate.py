@@ -30,6 +30,7 @@ def add_generate(commands: Any) -> None:
     add_generation(command)
     add_grammar(command)
     add_rules(command)
+    command.add_argument("--stop", action="append", metavar="TEXT", help="end the text at TEXT; may be repeated")
     command.add_argument("--tp", action="store_true", help="shard the target over the processes of torchrun")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows the trees of all steps")
@@ -43,7 +44,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         options["return_steps"] = True
     prompt = _prompt(arguments)
     tokenizer, load = prepare(arguments)
-    options["tokenizer"] = tokenizer
+    options |= {"tokenizer": tokenizer, "stop_strings": arguments.stop}
     if "bad_words" in options:
         from stree.rule_fields import tokenized_words
 
@@ -125,7 +126,7 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     check_counts(max_new_tokens=arguments.max_new_tokens)
     check_sizes(prefill_chunk=arguments.prefill_chunk)
     return {
-        "sampling": Sampling(arguments.temperature, arguments.top_k, arguments.top_p),
+        "sampling": Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.min_p),
         "max_new_tokens": arguments.max_new_tokens, "seed": arguments.seed, **options,
     }  # fmt: skip
 

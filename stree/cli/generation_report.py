@@ -51,7 +51,8 @@ def write_page(arguments: argparse.Namespace, output: Any, tokenizer: Any, repor
     from stree.serving.document import page_document, steps_json
 
     prompt, new = output.sequences[0][: report["num_prompt_tokens"]], output.new_tokens[0]
-    asked = {name: getattr(arguments, name) for name in ("target", "drafter", "temperature", "top_k", "top_p", "seed")}
+    shown = ("target", "drafter", "temperature", "top_k", "top_p", "min_p", "seed")
+    asked = {name: getattr(arguments, name) for name in shown}
     ran = {name: report[name] for name in ("growth", "budget", "verifier", "device", "dtype")}
     data = {
         "settings": {"prompt": tokenizer.decode(prompt), **asked, **ran},

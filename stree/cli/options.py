@@ -69,6 +69,7 @@ def add_generation(command: argparse.ArgumentParser, *, default_budget: str | No
     command.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     command.add_argument("--top-k", type=int, default=None, help="keep the k most probable tokens")
     command.add_argument("--top-p", type=float, default=None, help="keep the smallest set of this probability")
+    command.add_argument("--min-p", type=float, default=None, help="keep tokens of this share of the best probability")
     command.add_argument("--seed", type=int, default=0, help="of the random numbers")
     add_device(command)
     add_launching(command)

@@ -64,11 +64,21 @@ def test_every_option_reaches_the_generation(
         raise ValueError("seen")
 
     monkeypatch.setattr(generation, "generate", generate)
-    options = {"temperature": 0.7, "top-k": 5, "top-p": 0.9, "seed": 3, "budget": 6, "verifier": "match"}
+    options = {
+        "temperature": 0.7,
+        "top-k": 5,
+        "top-p": 0.9,
+        "min-p": 0.1,
+        "stop": "w3",
+        "seed": 3,
+        "budget": 6,
+        "verifier": "match",
+    }
     listed = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     assert main(["generate", "w1 w2", "--target", target, "--max-new-tokens", "9", "--eager", *listed]) == 2
     capsys.readouterr()
-    assert (seen["sampling"], seen["seed"]) == (Sampling(0.7, 5, 0.9), 3)
+    assert (seen["sampling"], seen["seed"]) == (Sampling(0.7, 5, 0.9, 0.1), 3)
+    assert seen["stop_strings"] == ["w3"]
     assert (seen["budget"], seen["verifier"], seen["max_new_tokens"], seen["growth"]) == (6, "match", 9, None)
     assert (seen["prompts"], seen["captures_steps"]) == ([[1, 2]], False)
     assert main(["generate", "w1 w2", "--target", target, "--drafter", target, "--growth", "calibrated:6x2"]) == 2
