@@ -65,6 +65,7 @@ def test_a_head_that_is_trained_later_is_drafted_with_as_it_is_then(has_bias: bo
         torch.testing.assert_close(small[:, KEPT], whole[:, KEPT], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_text_does_not_change_with_the_drafter_s_vocabulary(temperature: float) -> None:
     target, draft = patched(tiny_model("bamba")), patched(tiny_model("bamba"))

@@ -131,6 +131,7 @@ def test_the_formats_are_options_of_the_report(tmp_path: Path, capsys: pytest.Ca
         assert f"{option} only prints a table" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_many_runs_have_a_page_each(tmp_path: Path) -> None:
     (run,) = load_runs([RUN])
     names = [f"run{number}" for number in range(5)]

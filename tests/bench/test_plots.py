@@ -154,6 +154,7 @@ def test_batch_sizes_are_compared_with_plain_at_the_same_size() -> None:
     assert not intervals(total) and len(intervals(ratio)) == 6
 
 
+@pytest.mark.slow
 def test_contexts_are_numbers_in_names_of_suites_and_five_lines_a_panel() -> None:
     methods = ("plain", *(f"chain:{depth}" for depth in range(1, 7)))
     rows = [
@@ -239,6 +240,7 @@ def test_acceptance_by_depth_has_a_line_for_each_method_that_drafts() -> None:
     assert plots.acceptance(rows[:1]) is None
 
 
+@pytest.mark.slow
 def test_files_and_page_hold_the_plots_and_the_commands_of_their_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

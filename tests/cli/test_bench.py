@@ -82,6 +82,7 @@ def test_a_draft_head_is_measured_like_a_draft_model(
     assert "times draft models, not draft heads" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["target", "head"])
 def test_a_trimmed_drafter_drafts_kept_tokens_only_and_its_tokens_are_part_of_the_configuration(
     kind: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

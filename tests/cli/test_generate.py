@@ -134,6 +134,7 @@ def test_the_token_that_ended_a_text_is_listed_and_not_shown(target: str, capsys
     assert report["text"] and "<|end|>" not in report["text"]
 
 
+@pytest.mark.slow
 def test_a_fused_drafter_reads_the_datastore(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--target", target, "--drafter", f"fused:{target}", "--budget", "12"]
     plain = run_json(capsys, *PROMPT, "--target", target, "--drafter", "none")

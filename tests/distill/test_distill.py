@@ -98,6 +98,7 @@ def test_an_interrupted_run_goes_on_to_the_same_weights(
         assert torch.equal(found, expected[name]), name
 
 
+@pytest.mark.slow
 def test_the_drafter_has_as_many_logits_as_a_padded_head(texts: list[str], tokenizer: Any, tmp_path: Path) -> None:
     padded = stree.TreeLM(tiny_model("bamba", vocab_size=VOCAB + 31))
     settings = replace(SETTINGS, steps=1, generated=0.0, hidden=None)

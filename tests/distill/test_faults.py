@@ -137,7 +137,9 @@ sys.exit(main(sys.argv[2:]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", [500, 20_000, 30_000, 45_000])
+@pytest.mark.parametrize(
+    "most", [500, *(pytest.param(most, marks=pytest.mark.exhaustive) for most in (20_000, 30_000, 45_000))]
+)
 def test_a_disk_that_fills_gives_one_line_and_the_run_goes_on(most: int, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(" ".join(TEXTS))
     options = ["--text", str(tmp_path / "text.txt"), "--target", str(folder), "--out", str(tmp_path / "out"), *QUICK]

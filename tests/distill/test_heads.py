@@ -161,6 +161,7 @@ def test_the_head_drafts_losslessly(made: tuple[Path, dict[str, Any]], target: s
         assert stree.generate(target, [[1, 2, 3]], drafter, verifier="match", **options).sequences == plain.sequences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", ["mtp-griffin"], indirect=True)
 def test_an_interrupted_run_goes_on_to_the_same_weights(
     made: tuple[Path, dict[str, Any]], target: stree.TreeLM, tokenizer: Any, tmp_path: Path,

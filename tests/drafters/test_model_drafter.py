@@ -106,6 +106,7 @@ def test_no_token_of_a_text_is_run_into_the_next_one_of_its_row(
         assert steps.error(model) < EXACT
 
 
+@pytest.mark.slow
 def test_texts_and_trees_that_outgrow_the_draft_state() -> None:
     model = tiny_model("bamba")
     steps = DraftSteps(ModelDrafter(patched(model)), VOCAB, [[5, 6, 7], [8]], Chain(2))

@@ -112,6 +112,7 @@ def test_sampled_texts_have_the_target_s_distribution() -> None:
     assert p_value(counts, exact_probs(Sampling(1.0))) > ALPHA > p_value(counts, exact_probs(Sampling(1.5)))
 
 
+@pytest.mark.slow
 def test_trees_that_are_kept_by_what_they_hold_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overlapped, "ThreadPoolExecutor", AtOnce)
     real = overlapped._OverlappedRun.propose

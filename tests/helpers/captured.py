@@ -182,7 +182,8 @@ class TapeRecorder:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    """List the tensors in memory of torch's: weights in oneDNN's layout, which no device has, are left out."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.is_mkldnn]
 
 
 def _place(tensor: Tensor) -> int:

@@ -131,6 +131,7 @@ def test_small_scores_keep_their_digits_under_a_large_softcap() -> None:
     assert error(attend(problem), problem.outputs()) < tolerance  # tanh by 1 - e^-2x alone is 4e-5 off
 
 
+@pytest.mark.slow
 def test_what_a_node_may_not_see_does_not_leak_even_if_it_is_no_number() -> None:
     problem = draw(torch.tensor([[-1, 0, 0, 1, 1, 2, 5, -1, -1]], dtype=torch.int32), (66,))
     clean = problem.outputs()

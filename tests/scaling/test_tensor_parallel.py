@@ -34,7 +34,7 @@ def has_plan(name: str) -> bool:
         id="all",
     ),
 ])  # fmt: skip
-@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("is_tied", [pytest.param(False, marks=pytest.mark.exhaustive), True])
 def test_two_processes_generate_the_texts_of_one(
     families: Callable[[], Sequence[str]], is_tied: bool, tmp_path: Path
 ) -> None:

@@ -36,6 +36,7 @@ def test_figures_count_from_the_arrival_of_each_request() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_small_run_appends_a_row_a_rate_and_budget(tmp_path: Path) -> None:
     out = tmp_path / "folder" / "arrivals.jsonl"
     options = ["--rates", "8,16", "--requests", "3", "--tokens", "8", "--budgets", "auto", "--out", str(out)]

@@ -125,6 +125,7 @@ def test_what_was_made_on_the_way_is_made_again_only_for_records_that_are_missin
     assert evidence.run([part]) == 0 and ran(tmp_path) == "a0 a1"
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_command_and_only_then_the_program(tmp_path: Path) -> None:
     script = tmp_path / "sleeper.py"
     script.write_text(SLEEPER)

@@ -61,6 +61,7 @@ def cases(folder: Path) -> list[int]:
     return [record["case"] for record in read_lines(folder / "out")]
 
 
+@pytest.mark.slow
 def test_what_crashes_or_hangs_is_a_record_and_the_others_run(tmp_path: Path) -> None:
     *faults, task = supervised(tmp_path, "--fault", "all")
     assert cases(tmp_path) == [0, 2, 4, 6, 7]

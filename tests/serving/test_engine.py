@@ -71,6 +71,7 @@ def test_accepted_tokens_behind_the_end_of_a_text_are_not_counted() -> None:
         assert stats["accepted"] == engine.stats["accepted"] == 4 + 2, "8 tokens: 1, 5, and 2 of 5"
 
 
+@pytest.mark.slow
 def test_many_threads_submit_and_cancel() -> None:
     lm, way = launched(), (near_drafter(), {"budget": 12})
     expected = [alone(lm, way, place) for place in range(len(PROMPTS))]

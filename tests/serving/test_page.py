@@ -52,6 +52,7 @@ def test_the_page_is_one_small_document_whose_policy_allows_its_own_scripts_alon
     assert httpx.get(f"{served.url}/favicon.ico").status_code == 204
 
 
+@pytest.mark.slow
 def test_steps_have_the_text_its_trees_and_the_targets_own_token(served: Served) -> None:
     options: Any = {"max_tokens": 12, "seed": 3}
     steps = events_of(served, **options)

@@ -61,6 +61,7 @@ def answered(client: Any, text: str | None = None, **options: Any) -> tuple[Any,
     return message.reasoning_content, message.content, names
 
 
+@pytest.mark.slow
 def test_a_client_gets_reasoning_apart(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.tokenizer, "chat_template", served.tokenizer.chat_template + "{# <tool_call> #}")
     with listening(served.engine, served.tokenizer) as server:
