@@ -71,10 +71,12 @@ def expected_text(pair: Pair, body: dict[str, Any]) -> str:
 
 
 def text_of(answer: dict[str, Any]) -> str:
-    """Return the text of a whole answer, of an event or of a chunk."""
+    """Return the text of a whole answer, of an event or of a chunk; that of a tool call is its name and arguments."""
     if "choices" in answer:
         choice = (answer["choices"] or [{}])[0]
-        return choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get("content") or ""
+        part = choice.get("message") or choice.get("delta") or {}
+        calls = [call["function"] for call in part.get("tool_calls") or ()]
+        return choice.get("text") or (part.get("content") or "") + "".join(f["name"] + f["arguments"] for f in calls)
     if "output" in answer:
         return "".join(part["text"] for item in answer["output"] for part in item.get("content", ()))
     return str(answer["delta"]) if answer.get("type") == "response.output_text.delta" else ""

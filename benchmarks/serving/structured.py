@@ -24,6 +24,7 @@ import httpx
 import stree
 from benchmarks.report import command_line, finish
 from benchmarks.serving.load import NODES, WORDS, served
+from benchmarks.serving.soak import received
 from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.sampling import Sampling
@@ -59,17 +60,6 @@ def save_tokenizer(pair: Pair, folder: Path) -> None:
     """Save the pair's tokenizer with a template that asks for tool calls; the pair's own gets it, too."""
     pair.tokenizer.chat_template = f"{pair.tokenizer.chat_template}{{# <tool_call> #}}"
     pair.tokenizer.save_pretrained(folder)
-
-
-def piece_of(chunk: dict[str, Any]) -> str:
-    """Return what a chunk of a stream adds to the text; a tool call is its name and its arguments."""
-    choice = chunk["choices"][0]
-    if "text" in choice:
-        return str(choice["text"])
-    calls = choice["delta"].get("tool_calls") or ()
-    return (choice["delta"].get("content") or "") + "".join(
-        call["function"]["name"] + call["function"]["arguments"] for call in calls
-    )
 
 
 def asked_of(pair: Pair, kind: str, number: int, chooser: random.Random) -> Asked:
@@ -116,27 +106,13 @@ def shown(pair: Pair, kind: str, ids: list[int], tokens: list[int]) -> Iterator[
     yield json.dumps(call["arguments"], ensure_ascii=False)
 
 
-async def received(client: httpx.AsyncClient, asked: Asked, most: int) -> str | None:
-    """Stream a text; return it, or None after ``most`` pieces, when the client leaves."""
-    pieces = list[str]()
-    async with client.stream("POST", asked.path, json=asked.body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                pieces.append(piece_of(json.loads(line[6:])))
-                if len(pieces) == most:
-                    return None
-    return "".join(pieces)
-
-
 async def one_client(client: httpx.AsyncClient, all_asked: list[Asked], end: float, seen: Counter[str]) -> None:
     """Ask for one text after the other until the end, and count what comes of them."""
     while time.monotonic() < end:
         await asyncio.sleep(random.expovariate(2.0))
         asked, most = random.choice(all_asked), random.choice([2, *[1 << 30] * 4])
         try:
-            text = await received(client, asked, most)
+            text = await received(client, asked.path, asked.body, most)
             said = "left" if text is None else "right" if text == asked.text else f"different, {asked.body['seed']}"
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
