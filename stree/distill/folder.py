@@ -111,7 +111,7 @@ class RunFolder:
             for file in finished.iterdir():
                 if file.is_file():
                     file.chmod(mode)
-            self._copy_files_of_others()
+            self._keep_other_files()
             beside = real.with_name(f".{real.name}.finished")
             shutil.rmtree(beside, ignore_errors=True)  # of a run that was killed
             try:
@@ -123,8 +123,8 @@ class RunFolder:
                 self._move(finished)
             shutil.rmtree(beside, ignore_errors=True)
 
-    def _copy_files_of_others(self) -> None:
-        """Copy what the drafter that is replaced does not list as its own into the finished files."""
+    def _keep_other_files(self) -> None:
+        """Copy files that the replaced drafter does not list as its own, such as notes, to the finished ones."""
         listed = {METRICS, self.checkpoints.name}
         with suppress(OSError, ValueError, TypeError):
             listed.update(json.loads((self.path / METRICS).read_text(encoding="utf-8")).get("files", ()))

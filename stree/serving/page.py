@@ -83,7 +83,7 @@ def _words(engine: Engine) -> list[tuple[str, str]]:
     words = [("drafter", drafter)] + [("growth", growth)] * (drafter.uses_growth and growth is not None)
     found = [(f"{role} {type(one).__name__}", (inspect.getdoc(one) or "").split("\n\n")[0]) for role, one in words]
     if settings.budget == "auto":
-        size = "Each step has the size of which the most tokens a second are expected (goodput), or no tree."
+        size = "Each step takes the tree size with the most expected tokens a second (goodput), or no tree."
         found.append(("tree size auto", size))
     if (name := name_of(rule)) in VERIFIERS:
         found.append((f"verifier {name}", f"{VERIFIERS[name]} The text is distributed as the target's own."))
