@@ -51,7 +51,7 @@ __all__ = [
     "ACTIVATIONS", "TRITON", "AcceptedPath", "Backend", "MatchedPath", "Parents", "Path", "Topology",
     "attention_step", "choice", "conv_commit", "conv_step", "delta_inputs", "diagonal_commit", "diagonal_step",
     "diagonal_tree_scan", "draw_distinct", "experts", "gated_activation", "gated_delta_commit", "gated_delta_step",
-    "gated_delta_tree_scan", "gated_rms_norm", "kv_commit", "match_accept", "philox_uniform", "rms_norm",
+    "gated_delta_tree_scan", "gated_rms_norm", "kv_commit", "mamba2_step", "match_accept", "philox_uniform", "rms_norm",
     "rms_norm_add", "rotary", "selective_commit", "selective_step", "selective_tree_scan", "ssd_commit", "ssd_step",
     "ssd_tree_scan", "tree_attention", "tree_conv1d",
 ]  # fmt: skip
@@ -113,6 +113,42 @@ def ssd_step(
 
     Returns:
         y, float[b, n - first, h, p], dtype of stash_xbc.
+    """
+
+
+@operation(
+    "mamba2.kernel", "g divides h", "n <= N",
+    window="b h*p+2*g*s w-1", stash_conv="b N h*p+2*g*s", weight="h*p+2*g*s w", conv_bias="h*p+2*g*s?",
+    state="b h p s: wide xbc", stash_xbc="b N h*p+2*g*s", stash_dt="b N h: wide xbc", xbc="b n-first h*p+2*g*s",
+    dt="b n-first h", A="h", dt_bias="h?", headdim="= p", ngroups="= g", D="h?",
+    previous=("b F h*p+2*g*s", "b F h: wide xbc"), gating=("b n-first h*p", "h*p"),
+)  # fmt: skip
+def mamba2_step(
+    window: Tensor, stash_conv: Tensor, weight: Tensor, conv_bias: Tensor | None, state: Tensor, stash_xbc: Tensor,
+    stash_dt: Tensor, path: Path | None, path_lengths: Tensor | None, xbc: Tensor, dt: Tensor, A: Tensor,
+    dt_bias: Tensor | None, parents: Parents, *, headdim: int, ngroups: int, D: Tensor | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")), first: int = 0,
+    previous: tuple[Tensor, Tensor] | None = None, gating: tuple[Tensor, Tensor] | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Do what a Mamba-2 mixer does between its projections, in one launch for trees of up to 16 nodes.
+
+    That is `conv_step` with SiLU but without its commit, `ssd_step`, and the first half of `gated_rms_norm`:
+
+        gated = y * silu(gate)          y of this operation: gated * norm_weight
+
+    The factor 1 / sqrt(mean(gated^2) + eps) of each row commutes with the projection that follows; `rms_norm_add`
+    multiplies by it.
+
+    Args:
+        window: inputs of the convolution before the root, with `path` already, unlike `state`; read, never written.
+        stash_conv: rows before the convolution.
+        xbc: new rows before the convolution.
+        gating: the gate of the new rows, with the strides of xbc, and the norm's weight; None for y as it is.
+
+    Returns:
+        y, float[b, n - first, h, p], dtype of stash_xbc; and with `gating` parts of the sum of gated^2 over each row,
+        float32[b, n - first, k], where k depends on the version.
     """
 
 
@@ -407,10 +443,13 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, back
     """
 
 
-@operation("fused.norm", x="... n c", residual="... n c", weight="c", other="... n c?")
+@operation(
+    "fused.norm", x="... n c", residual="... n c", weight="c", other="... n c?", squares="... n k: wide x?",
+)  # fmt: skip
 def rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, scale: float = 1.0,
-    other: Tensor | None = None, other_scale: float = 1.0, backend: Backend = "auto",
+    other: Tensor | None = None, other_scale: float = 1.0, squares: Tensor | None = None,
+    squares_norm: tuple[int, float] = (1, 0.0), backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add a layer's output to the residual stream and normalise the sum for the next layer.
 
@@ -423,6 +462,9 @@ def rms_norm_add(
         residual: the stream; float32 where the model keeps it so.  Read, never written.
         scale: factor of x, such as Granite's residual multiplier.
         other: what a layer computes beside x (shared and routed experts, attention and recurrence), or None.
+        squares: parts of the sum of squares of the rows that x was projected from.  x then lacks the factor of an
+            RMSNorm of those rows, by which it is multiplied: 1 / sqrt(sum of squares / width + eps).
+        squares_norm: that width and eps.
 
     Returns:
         y, dtype of x; and total, dtype of residual.

@@ -15,6 +15,7 @@ from torch import Tensor
 from stree.kernels.step.walk import walk_slots
 
 MAX_NODES, MAX_HEADDIM, MAX_DSTATE = 128, 128, 256
+MAX_MIXER_NODES = 16  # of a tree whose scan convolves, too
 MAX_ATTENTION_HEADDIMS = (576, 512)  # of keys and of values
 MAX_DELTA_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -18,7 +18,7 @@ def layout_of(lm: PatchedModel) -> Hashable:
     """Return what a captured or compiled step of a model depends on: switches, hooks, addresses of weights."""
     modules = [*lm.model.modules()]
     settings = (setting for part in (*modules, *_configs(modules)) for setting in _settings(part))
-    return lm.defers_commit, lm.fused_layers, *settings
+    return lm.defers_commit, lm.fused_layers, lm.fused_mixers, *settings
 
 
 def writes_of(lm: PatchedModel) -> Hashable:

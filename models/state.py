@@ -47,6 +47,7 @@ class DecodeState:
         fixed_shapes: whether all steps have the same shapes, as a captured graph needs: attention then runs over
             ``max_length`` rows at any length.
         defers_commit: whether a committed path is applied by the scan of the next tree.
+        fused_mixers: whether Mamba-2 mixers run in one launch on small trees; their windows are then committed at once.
         deferred: that path; None where no layer can defer.
         deferred_rows: by site, the rows of that path in the layer's ``shared`` tensors.
         stack_tensors: those of every stack, in their order.
@@ -65,9 +66,11 @@ class DecodeState:
         *,
         fixed_shapes: bool = False,
         defers_commit: bool = False,
+        fused_mixers: bool = False,
     ) -> None:
         self.max_length, self.max_nodes, self.fixed_shapes = max_length, max_nodes, fixed_shapes
         self.specs, self.defers_commit, self.is_inconsistent = specs, defers_commit, False
+        self.fused_mixers = fused_mixers
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.pending_tree: TokenTree | None = None
         self.length_bound = 0
@@ -76,7 +79,8 @@ class DecodeState:
         for site, spec in specs.items():
             self._slots[site] = (spec, counts.get(spec, 0))
             counts[spec] = counts.get(spec, 0) + 1
-        self._set_stacks({spec: spec.allocate(count, batch, max_length, max_nodes) for spec, count in counts.items()})
+        stacks = {spec: spec.allocate(count, batch, max_length, max_nodes) for spec, count in counts.items()}
+        self._set_stacks({spec: stack.with_fused_mixer() if fused_mixers else stack for spec, stack in stacks.items()})
 
     @property
     def batch_size(self) -> int:
@@ -127,7 +131,7 @@ class DecodeState:
             raise ValueError(f"a resized state must have room for its {longest} tokens, got max_length {max_length}")
         other = DecodeState(
             self.specs, self.batch_size, max_length, max_nodes, self.lengths.device,
-            fixed_shapes=self.fixed_shapes, defers_commit=self.defers_commit,
+            fixed_shapes=self.fixed_shapes, defers_commit=self.defers_commit, fused_mixers=self.fused_mixers,
         )  # fmt: skip
         other.overwrite(self)
         return other
@@ -178,6 +182,8 @@ class DecodeState:
                 if self.deferred is not None and path.shape[1] <= MAX_DEFERRED:
                     at_once = [spec for spec, stack in self.stacks.items() if stack.shared is None]
                     self._apply_to(at_once, path, path_lengths)
+                    for spec, stack in self.stacks.items():
+                        stack.commit_early(path.to(spec.device), path_lengths.to(spec.device))
                     self.deferred.put(path, path_lengths, self.lengths)
                 else:
                     (apply or DecodeState.apply)(self, path, path_lengths)
@@ -194,13 +200,16 @@ class DecodeState:
             return
         deferring = [spec for spec, stack in self.stacks.items() if stack.shared is not None]
         with self.changing():
-            self._apply_to(deferring, self.deferred.path.int(), self.deferred.lengths)
+            self._apply_to(deferring, self.deferred.path.int(), self.deferred.lengths, is_late=True)
             self.deferred.clear()
 
-    def _apply_to(self, specs: Iterable[LayerSpec], path: Tensor, path_lengths: Tensor) -> None:
+    def _apply_to(
+        self, specs: Iterable[LayerSpec], path: Tensor, path_lengths: Tensor, *, is_late: bool = False
+    ) -> None:
         """Apply paths of the stash to the layers of some stacks."""
         for spec in specs:
-            self.stacks[spec].commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
+            commit = self.stacks[spec].commit_late if is_late else self.stacks[spec].commit
+            commit(*(tensor.to(spec.device) for tensor in (path, path_lengths, self.lengths)))
 
     def bind(self, mixers: Mapping[Site, Any]) -> None:
         """Copy the weights that committing needs, such as decay rates."""

@@ -51,6 +51,8 @@ class TreeLM(TreeScorer):
             the Triton kernels, where the scan applies it in one pass over the state.
         fused_layers: whether trees are scored with `stree.models.fused` in place of transformers' norms, rotary
             positions and feed-forwards on those devices.
+        fused_mixers: whether states made from now on run Mamba-2 mixers on trees of up to 16 nodes in one launch there.
+            Off until it is timed on a GPU.
         is_sharded: whether several processes hold parts of the weights; all must make the same calls.
         captures_steps: whether steps of a generation are captured as CUDA graphs and replayed; None: where possible.
         is_compiled: whether trees are scored by compiled functions; see ``compile``.
@@ -108,16 +110,10 @@ class TreeLM(TreeScorer):
             ValueError: no checkpoint there, one that cannot be read, or one that would execute code.
             NotImplementedError: the family is not supported, or cannot be sharded.
         """
-        return cls(
-            load_model(
-                name_or_path,
-                device=device,
-                dtype=dtype,
-                device_map=device_map,
-                tp_plan=tp_plan,
-                trust_remote_code=trust_remote_code,
-            )  # fmt: skip
-        )
+        return cls(load_model(
+            name_or_path, device=device, dtype=dtype, device_map=device_map, tp_plan=tp_plan,
+            trust_remote_code=trust_remote_code,
+        ))  # fmt: skip
 
     def agreed(self, measured: float) -> float:
         """Return what the first of the processes that share the weights has measured, so that all decide the same."""

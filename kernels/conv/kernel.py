@@ -5,7 +5,7 @@ the path, then overwrite the rows that it came from: no other program reads them
 projection left them, with any strides over batch and nodes.
 """
 
-# mypy: disable-error-code="assignment, no-untyped-call, no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-call, no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from stree.kernels.conv.device_functions import convolve, read_filter, tap_places
 from stree.kernels.device_functions import STEP_INTEGERS
 from stree.kernels.dispatch import Operands
 from stree.kernels.jit import jit
@@ -61,37 +62,18 @@ def conv_kernel(
         x_ptr += batch * stride_x_b
         if KEEP:
             stash_ptr += batch * stride_stash_b
-        weights, past = (), ()  # of the channels: read once, whatever the nodes
-        for k in tl.static_range(WIDTH):
-            weights += (tl.load(weight_ptr + c * stride_weight_c + k, inside, 0.0).to(tl.float32),)
-        for k in tl.static_range(WIDTH - 1):
-            past += (tl.load(window_ptr + c * (WIDTH - 1) + k, inside, 0.0).to(tl.float32),)
-        bias = tl.zeros((BLOCK_C,), tl.float32)
-        if bias_ptr is not None:
-            bias += tl.load(bias_ptr + c, inside, 0.0).to(tl.float32)
+        filters = read_filter(window_ptr, weight_ptr, bias_ptr, c, inside, stride_weight_c, WIDTH)  # once for all nodes
         for start in range(first, n, BLOCK_N):
             node = start + tl.arange(0, BLOCK_N)
             asked = node < n
             mask = asked[:, None] & inside[None, :]
-            total = tl.zeros((BLOCK_N, BLOCK_C), tl.float32) + bias[None, :]
-            for tap in tl.static_range(WIDTH):
-                place = tl.load(index_ptr + (batch * n + node) * WIDTH + tap, asked, 0).to(tl.int32) - (WIDTH - 1)
-                is_new = (asked & (place >= new_from))[:, None] & inside[None, :]
-                own = tl.load(x_ptr + (place - new_from)[:, None] * stride_x_n + c[None, :], is_new, 0.0)
-                own = own.to(y_ptr.dtype.element_ty)
-                value = own.to(tl.float32)
-                if KNOWN:
-                    known = (asked & (place >= 0) & (place < new_from))[:, None] & inside[None, :]
-                    value += tl.load(stash_ptr + place[:, None] * stride_stash_n + c[None, :], known, 0.0).to(
-                        tl.float32
-                    )
-                for slot in tl.static_range(tap, WIDTH - 1):  # no tap reaches further into the window
-                    value = tl.where((place == slot - (WIDTH - 1))[:, None], past[slot][None, :], value)
-                total += value * weights[tap][None, :]
-            if SILU:
-                total = total / (1.0 + tl.exp(-total))
+            places = tap_places(index_ptr + batch * n * WIDTH, node, asked, WIDTH)
+            total, own = convolve(
+                x_ptr, stash_ptr, y_ptr, filters, places, asked, c, inside, new_from, stride_x_n, stride_stash_n,
+                WIDTH, KNOWN, SILU,
+            )  # fmt: skip
             tl.store(y_ptr + (batch * (n - first) + node - first)[:, None] * channels + c[None, :], total, mask)
-            if KEEP:  # the last tap is the node itself
+            if KEEP:
                 tl.store(stash_ptr + node[:, None] * stride_stash_n + c[None, :], own, mask)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stree.kernels.fused.tiles import MAX_NORM_WIDTH, NormTile
 from stree.kernels.jit import jit
-from stree.kernels.tiles import check_inner, check_kernel_dtypes, check_limit
+from stree.kernels.tiles import check_inner, check_kernel_dtypes, check_limit, padded
 
 __all__ = ["as_rows", "gated_rms_norm", "rms_norm", "rms_norm_add"]
 
@@ -40,15 +40,22 @@ def gated_norm_kernel(
 
 @jit(fuses=True)
 def norm_add_kernel(
-    x_ptr, other_ptr, residual_ptr, weight_ptr, y_ptr, total_ptr,
-    stride_x_row, stride_other_row, stride_residual_row, eps, offset, scale, other_scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, other_ptr, residual_ptr, weight_ptr, squares_ptr, y_ptr, total_ptr,
+    stride_x_row, stride_other_row, stride_residual_row, eps, offset, scale, other_scale, squares_width, squares_eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Add scaled rows to the residual stream and normalise the sum as it is stored; grid (rows,)."""
+    """Add scaled rows to the residual stream and normalise the sum as it is stored; grid (rows,).
+
+    With squares the rows are first multiplied by the factor of an RMSNorm before the projection that made them.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     total = tl.load(x_ptr + row * stride_x_row + column, inside, 0.0).to(tl.float32) * scale
+    if squares_ptr is not None:
+        part = tl.arange(0, BLOCK_PARTS)
+        squares = tl.sum(tl.load(squares_ptr + row * PARTS + part, part < PARTS, 0.0), 0)
+        total *= tl.rsqrt(squares / squares_width + squares_eps)
     if other_ptr is not None:
         other = tl.load(other_ptr + row * stride_other_row + column, inside, 0.0).to(tl.float32)
         total += other * other_scale
@@ -91,29 +98,30 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float) -> Tensor:
 
 def rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float, scale: float, other: Tensor | None,
-    other_scale: float,
+    other_scale: float, squares: Tensor | None = None, squares_norm: tuple[int, float] = (1, 0.0),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add x to the residual stream and normalise the sum; see `stree.kernels.ops`."""
     y, total = _launch(
-        "rms_norm_add", x, other, residual, weight, eps=eps, offset=offset, scale=scale, other_scale=other_scale
-    )
+        "rms_norm_add", x, other, residual, weight, eps=eps, offset=offset, scale=scale, other_scale=other_scale,
+        squares=squares, squares_norm=squares_norm,
+    )  # fmt: skip
     assert total is not None, "a sum was asked for"
     return y, total
 
 
 def _launch(
     op: str, x: Tensor, other: Tensor | None, residual: Tensor | None, weight: Tensor, *, eps: float, offset: float,
-    scale: float = 1.0, other_scale: float = 1.0,
+    scale: float = 1.0, other_scale: float = 1.0, squares: Tensor | None = None,
+    squares_norm: tuple[int, float] = (1, 0.0),
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Normalise x or, with a residual stream, the sum, which is then returned too."""
     check_kernel_dtypes(op, x=x)
     width = x.shape[-1]
     check_limit(op, "rows of channels", width, MAX_NORM_WIDTH)
-    parts = {"x": x, "other": other, "residual": residual, "weight": weight}
-    for name, tensor in parts.items():
+    for name, tensor in {"x": x, "other": other, "residual": residual, "weight": weight}.items():
         if tensor is not None:
             check_inner(name, tensor)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y, parts = torch.empty(x.shape, dtype=x.dtype, device=x.device), 1 if squares is None else squares.shape[-1]
     total: Tensor | None = None
     second = added = None
     (rows, stride), second_stride, stream_stride, tile = as_rows(x), 0, 0, NormTile.of(width)
@@ -125,9 +133,11 @@ def _launch(
         check_kernel_dtypes(op, other=other)
         second, second_stride = as_rows(other)
     norm_add_kernel[(len(rows),)](
-        rows, second, added, weight, y, total, stride, second_stride, stream_stride,
-        float(eps), float(offset), float(scale), float(other_scale),
-        WIDTH=width, BLOCK=tile.width, num_warps=tile.warps, num_stages=tile.stages,
+        rows, second, added, weight, None if squares is None else squares.contiguous(), y, total,
+        stride, second_stride, stream_stride,
+        float(eps), float(offset), float(scale), float(other_scale), *map(float, squares_norm),
+        WIDTH=width, BLOCK=tile.width, PARTS=parts, BLOCK_PARTS=padded(parts, 1),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return y, total
 

@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stree.kernels.conv.reference import conv_step
 from stree.kernels.dispatch import Operands
 from stree.kernels.reference import matrix_commit, matrix_tree
 from stree.kernels.topology import AcceptedPath
 
-__all__ = ["ssd_commit", "ssd_step", "ssd_tree_scan", "stash_rows"]
+__all__ = ["mamba2_step", "ssd_commit", "ssd_step", "ssd_tree_scan", "stash_rows"]
 
 
 def ssd_tree_scan(a: Operands) -> Tensor:
@@ -44,6 +45,17 @@ def ssd_update(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accep
 def ssd_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, B, C and dt of the new rows, scan the new tree."""
     return _scan(*stash_rows(a), a)
+
+
+def mamba2_step(a: Operands) -> tuple[Tensor, Tensor | None]:
+    """Convolve, do what `ssd_step` does, and gate."""
+    conv = {"stash": a.stash_conv, "accepted": None, "x": a.xbc, "bias": a.conv_bias, "activation": "silu"}
+    y = ssd_step(Operands(**vars(a) | {"xbc": conv_step(Operands(**vars(a) | conv))}))
+    if a.gating is None:
+        return y, None
+    gate, weight = a.gating
+    gated = y.flatten(2).to(a.state.dtype) * F.silu(gate.to(a.state.dtype))
+    return (gated * weight).to(y.dtype).view_as(y), gated.square().sum(-1, keepdim=True)
 
 
 def stash_rows(a: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:

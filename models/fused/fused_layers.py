@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stree.kernels import dispatch, ops
 from stree.kernels.fused.tiles import MAX_NORM_WIDTH
@@ -24,7 +24,7 @@ from stree.models.fused.lazy_residual import LazyResidual, normalise
 from stree.models.patching import has_foreign_forward, is_hooked, patch_forward, unpatched_forward
 
 __all__ = [
-    "FUSED", "as_lazy_residual", "fused_scope", "gated_norm", "in_fused_scope", "patch_fused_layers",
+    "FUSED", "as_lazy_residual", "deferred_norm", "fused_scope", "gated_norm", "in_fused_scope", "patch_fused_layers",
     "with_fused_rotary",
 ]  # fmt: skip
 
@@ -105,19 +105,37 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 
     It runs the Triton version if there is one and the class is recognised, else the module's forward.
     """
-    if not dispatch.has_triton("gated_rms_norm", x.device, x.dtype) or has_foreign_forward(norm) or is_hooked(norm):
-        return norm(x, gate)  # type: ignore[no-any-return]
-    if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
-        facts: dict[str, Any] = {"groups": x.shape[-1] // norm.group_size}
-    elif hasattr(norm, "n_groups"):  # Falcon-H1
-        facts = {"groups": norm.n_groups, "norm_before_gate": norm.norm_before_gate}
-    elif getattr(norm, "activation", None) in ("silu", "sigmoid"):  # the delta rules
-        facts = {"norm_before_gate": True, "activation": norm.activation}
-    elif probing.gates_whole_rows(norm):  # Mamba-2, Bamba, Granite-4.0-H of transformers below 5.23
-        facts = {}
-    else:
+    facts = _gated_norm_facts(norm, x) if dispatch.has_triton("gated_rms_norm", x.device, x.dtype) else None
+    if facts is None:
         return norm(x, gate)  # type: ignore[no-any-return]
     return ops.gated_rms_norm(x, gate, norm.weight, eps=norm.variance_epsilon, **facts)
+
+
+def deferred_norm(norm: Any, projection: Any, gate: Tensor) -> float | None:
+    """Return eps of a gated norm whose factor a row may be applied behind the projection that follows, else None.
+
+    Those norms have one group and gate first, and the projection is a plain matrix without bias.  In float16 rows
+    without their factor could overflow.
+    """
+    if not (_runs("rms_norm_add", gate) and gate.dtype != torch.float16 and _may_defer.get()()):
+        return None
+    is_plain = type(projection) is nn.Linear and projection.bias is None and not has_foreign_forward(projection)
+    facts = _gated_norm_facts(norm, gate) if is_plain and not isinstance(norm, nn.Identity) else None
+    is_factor = facts in ({}, {"groups": 1}, {"groups": 1, "norm_before_gate": False})
+    return float(norm.variance_epsilon) if is_factor else None
+
+
+def _gated_norm_facts(norm: Any, like: Tensor) -> dict[str, Any] | None:
+    """Return what `ops.gated_rms_norm` takes for a gated norm of rows as wide as others, or None if unrecognised."""
+    if has_foreign_forward(norm) or is_hooked(norm):
+        return None
+    if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
+        return {"groups": like.shape[-1] // norm.group_size}
+    if hasattr(norm, "n_groups"):  # Falcon-H1
+        return {"groups": norm.n_groups, "norm_before_gate": norm.norm_before_gate}
+    if getattr(norm, "activation", None) in ("silu", "sigmoid"):  # the delta rules
+        return {"norm_before_gate": True, "activation": norm.activation}
+    return {} if probing.gates_whole_rows(norm) else None  # of transformers below 5.23
 
 
 def _runs(op: str, like: Any) -> bool:

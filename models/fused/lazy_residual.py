@@ -8,6 +8,7 @@ next norm, or when any other code needs the tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,36 @@ from torch.utils._pytree import tree_map
 
 from stree.kernels import ops
 
-__all__ = ["LazyResidual", "normalise"]
+__all__ = ["LazyResidual", "normalise", "with_row_norm"]
 
 MOST_TERMS = 3  # of the kernel
 ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _UnnormedRows:
+    """A term whose rows lack the factor of an RMSNorm before the projection that made them.
+
+    Attributes:
+        tensor: float[..., n, c].
+        squares: float32[..., n, k], parts of the sum of squares of the rows that were projected.
+        norm: columns of those rows, and eps of the norm.
+    """
+
+    tensor: Tensor
+    squares: Tensor
+    norm: tuple[int, float]
+
+    shape = property(lambda self: self.tensor.shape)
+    device = property(lambda self: self.tensor.device)
+    dtype = property(lambda self: self.tensor.dtype)
+
+    @property
+    def value(self) -> Tensor:
+        """The rows with their factors."""
+        width, eps = self.norm
+        factor = torch.rsqrt(self.squares.sum(-1, keepdim=True) / width + eps)
+        return (self.tensor * factor).to(self.dtype)
 
 
 class LazyResidual:
@@ -28,7 +55,7 @@ class LazyResidual:
     It supports sums, factors, shape, dtype, device and casts; any other use is forwarded to the evaluated tensor.
 
     Args:
-        terms: tensors of one shape with their factors.
+        terms: tensors of one shape, or rows to be normed, with their factors.
         source: the sum of which this object is a cast, or None.
         dtype: of that cast.
     """
@@ -37,7 +64,7 @@ class LazyResidual:
 
     def __init__(
         self,
-        terms: Sequence[tuple[Tensor, float]],
+        terms: Sequence[tuple[Tensor | _UnnormedRows, float]],
         source: LazyResidual | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -68,8 +95,8 @@ class LazyResidual:
         """The tensor, evaluated at the first call in the order in which transformers' layers add."""
         if self._source is not None:
             return self._source.value.to(self.dtype)
-        (tensor, factor), *rest = self._terms
-        total = tensor if factor == 1 else tensor * factor
+        (tensor, factor), *rest = [(_evaluated(term), factor) for term, factor in self._terms]
+        total: Tensor = tensor if factor == 1 else tensor * factor
         for tensor, factor in rest:
             total = total + (tensor if factor == 1 else tensor * factor)
         self._terms = ((total, 1.0),)
@@ -148,8 +175,20 @@ for _name in ("__getitem__", "__sub__", "__rsub__", "__truediv__", "__neg__", "_
 
 
 def _evaluated(value: Any) -> Any:
-    """Return the tensor of a lazy residual; other values unchanged."""
-    return value.value if isinstance(value, LazyResidual) else value
+    """Return the tensor of a lazy residual or of rows to be normed; other values unchanged."""
+    return value.value if isinstance(value, (LazyResidual, _UnnormedRows)) else value
+
+
+def with_row_norm(x: Tensor, squares: Tensor, width: int, eps: float) -> LazyResidual:
+    """Multiply the rows of a projection by the factor of the RMSNorm before it, in the launch of the next norm.
+
+    Args:
+        x: float[..., n, c], projected from rows without their factor.
+        squares: float32[..., n, k], parts of the sum of squares of each of those rows.
+        width: columns of those rows.
+        eps: added to their mean square.
+    """
+    return LazyResidual([(_UnnormedRows(x, squares, (width, eps)), 1.0)])
 
 
 def normalise(x: Tensor | LazyResidual, weight: Tensor, *, eps: float, offset: float) -> Tensor:
@@ -166,17 +205,24 @@ def normalise(x: Tensor | LazyResidual, weight: Tensor, *, eps: float, offset: f
     """
     if isinstance(x, LazyResidual):
         root = x._root
-        stream = next(
-            (i for i, (term, scale) in enumerate(root._terms) if scale == 1 and term.dtype == root.dtype), None
-        )
+        streams = (
+            i for i, (term, scale) in enumerate(root._terms)
+            if scale == 1 and term.dtype == root.dtype and isinstance(term, Tensor)
+        )  # fmt: skip
+        stream = next(streams, None)
         rest = [term for i, term in enumerate(root._terms) if i != stream]
+        rest.sort(key=lambda each: isinstance(each[0], Tensor))  # rows to be normed first
         first = next((i for i, (term, _) in enumerate(rest) if term.dtype == x.dtype), None)
         if stream is not None and first is not None:
             term, scale = rest.pop(first)
             other, other_scale = rest[0] if rest else (None, 1.0)
+            options: dict[str, Any] = {}
+            if isinstance(term, _UnnormedRows):
+                options = {"squares": term.squares, "squares_norm": term.norm}
+                term = term.tensor
             y, total = ops.rms_norm_add(
-                term, root._terms[stream][0], weight, eps=eps, offset=offset, scale=scale, other=other,
-                other_scale=other_scale,
+                term, _evaluated(root._terms[stream][0]), weight, eps=eps, offset=offset, scale=scale,
+                other=_evaluated(other), other_scale=other_scale, **options,
             )  # fmt: skip
             root._terms = ((total, 1.0),)
             return y

@@ -125,7 +125,7 @@ class OneShotHead:
         attentions: of its layers.
     """
 
-    defers_commit = fused_layers = None  # switches of a TreeLM on which captured steps depend
+    defers_commit = fused_layers = fused_mixers = None  # switches of a TreeLM on which captured steps depend
 
     def __init__(self, model: BlockModel, config: BlockConfig, target: TreeLM, draft_ids: Tensor | None = None) -> None:
         self.model, self.config, self._draft_ids = model.eval(), config, draft_ids

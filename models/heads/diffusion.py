@@ -138,7 +138,7 @@ class MaskedDiffusion:
         num_drafted: tokens of a window: the depth of the deepest tree.
     """
 
-    defers_commit = fused_layers = None
+    defers_commit = fused_layers = fused_mixers = None
     hidden_layers: Any = None  # it reads none
 
     def __init__(self, network: DiffusionNetwork, steps: int | None = None) -> None:

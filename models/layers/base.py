@@ -88,6 +88,17 @@ class LayerStack:
         """Apply int32[batch, m] paths of the stash to the state, in place; ``lengths`` are those before it."""
         raise NotImplementedError
 
+    def commit_early(self, path: Tensor, path_lengths: Tensor) -> None:
+        """Apply now the part of a deferred commit that the next scan cannot apply; nothing by default."""
+
+    def commit_late(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Apply a deferred commit without its early part."""
+        self.commit(path, path_lengths, lengths)
+
+    def with_fused_mixer(self) -> Self:
+        """Return the same for mixers that run in one launch where they can."""
+        return self
+
     def load(self, slot: int, prefilled: Prefilled) -> None:
         """Copy the state after the prompts into layer ``slot``."""
         raise NotImplementedError

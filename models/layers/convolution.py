@@ -23,10 +23,13 @@ class ConvStack(LayerStack):
     Attributes:
         window: float[channels, width - 1], last inputs of the convolution, oldest first.
         stash_conv: float[max_nodes, channels], its inputs at the pending nodes.
+        has_fused_mixer: whether a mixer runs in one launch on small trees.  Its programs share the window, so none may
+            write it: the window is committed at once also where the state's commit is deferred.
     """
 
     window: Tensor
     stash_conv: Tensor
+    has_fused_mixer: bool = False
 
     def commit_window(self, path: Tensor, path_lengths: Tensor) -> AcceptedPath:
         """Move the paths' last rows into the windows; return the paths repeated for every layer."""
@@ -38,8 +41,8 @@ class ConvStack(LayerStack):
     def convolve(self, step: TreeStep, x: Tensor, conv: Any, *, activation: str | None) -> Tensor:
         """Convolve float[batch, n - first, channels] along each path, on the view of one layer."""
         return ops.conv_step(
-            self.window, self.stash_conv, step.path, None, x, conv.weight.squeeze(1), conv.bias, step.topology,
-            activation=activation, first=step.first,
+            self.window, self.stash_conv, None if self.has_fused_mixer else step.path, None, x, conv.weight.squeeze(1),
+            conv.bias, step.topology, activation=activation, first=step.first,
         )  # fmt: skip
 
     def load(self, slot: int, prefilled: Prefilled) -> None:

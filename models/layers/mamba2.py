@@ -6,6 +6,7 @@ For every family whose mixer has in_proj, conv1d, A_log, dt_bias, D, norm and ou
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from stree.kernels import ops
-from stree.models.fused.fused_layers import gated_norm
+from stree.kernels.tiles import MAX_MIXER_NODES
+from stree.kernels.topology import AcceptedPath
+from stree.models.fused.fused_layers import deferred_norm, gated_norm
+from stree.models.fused.lazy_residual import with_row_norm
 from stree.models.layers.base import LayerSpec, Placement, Zeros, state_dtype
 from stree.models.layers.convolution import MambaStack
 from stree.models.layers.mixer_patch import patch_mixer
@@ -73,9 +77,28 @@ class Mamba2Stack(MambaStack):
     stash_xbc: Tensor
     stash_dt: Tensor
 
+    def with_fused_mixer(self) -> Mamba2Stack:  # noqa: D102
+        return dataclasses.replace(self, has_fused_mixer=True)
+
     def commit(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
         """Apply the paths to windows and states."""
-        accepted, batch = self.commit_window(path, path_lengths), self.state.shape[1]
+        self._commit_state(self.commit_window(path, path_lengths))
+
+    def commit_early(self, path: Tensor, path_lengths: Tensor) -> None:
+        """Apply the paths to windows that the scan reads."""
+        if self.has_fused_mixer:
+            self.commit_window(path, path_lengths)
+
+    def commit_late(self, path: Tensor, path_lengths: Tensor, lengths: Tensor) -> None:
+        """Apply the paths to states, and to windows that ``commit_early`` has left."""
+        if not self.has_fused_mixer:
+            return self.commit(path, path_lengths, lengths)
+        layers = self.window.shape[0]
+        self._commit_state(AcceptedPath.of(path.repeat(layers, 1), path_lengths.repeat(layers)))
+
+    def _commit_state(self, accepted: AcceptedPath) -> None:
+        """Apply the paths, one for every layer and sequence, to states."""
+        batch = self.state.shape[1]
         spec, xbc = self.spec, self.stash_xbc.flatten(0, 1)
         inner, groups = spec.nheads * spec.headdim, spec.ngroups * spec.dstate
         x = xbc[..., :inner].view(*xbc.shape[:2], spec.nheads, spec.headdim)
@@ -105,13 +128,24 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     inner = spec.nheads * spec.headdim
     sizes = [inner, layer.stash_xbc.shape[-1], spec.nheads]
     gate, xbc, dt = _project(mixer, hidden_states).split(sizes, dim=-1)
-    xbc = layer.convolve(step, xbc, mixer.conv1d, activation=mixer.activation)
-    y = ops.ssd_step(
-        layer.state, layer.stash_xbc, layer.stash_dt, step.entries, None, xbc, dt, layer.A, mixer.dt_bias,
-        step.topology, headdim=spec.headdim, ngroups=spec.ngroups, D=mixer.D, dt_limit=mixer.time_step_limit,
-        first=step.first, previous=step.deferred_rows(mixer.layer_idx, Mamba2Spec),
-    )  # fmt: skip
-    y, norm = y.flatten(2), mixer.norm
+    norm, conv = mixer.norm, mixer.conv1d
+    stashes = layer.state, layer.stash_xbc, layer.stash_dt, step.entries, None
+    options: dict[str, Any] = {
+        "headdim": spec.headdim, "ngroups": spec.ngroups, "D": mixer.D, "dt_limit": mixer.time_step_limit,
+        "first": step.first, "previous": step.deferred_rows(mixer.layer_idx, Mamba2Spec),
+    }  # fmt: skip
+    if layer.has_fused_mixer and step.topology.num_nodes <= MAX_MIXER_NODES and mixer.activation == "silu":
+        eps = deferred_norm(norm, mixer.out_proj, gate)
+        y, squares = ops.mamba2_step(
+            layer.window, layer.stash_conv, conv.weight.squeeze(1), conv.bias, *stashes, xbc, dt, layer.A,
+            mixer.dt_bias, step.topology, gating=None if eps is None else (gate, norm.weight), **options,
+        )  # fmt: skip
+        if squares is not None and eps is not None:
+            return with_row_norm(mixer.out_proj(y.flatten(2)), squares, inner, eps)
+    else:
+        xbc = layer.convolve(step, xbc, conv, activation=mixer.activation)
+        y = ops.ssd_step(*stashes, xbc, dt, layer.A, mixer.dt_bias, step.topology, **options)
+    y = y.flatten(2)
     y = ops.gated_activation(gate, y) if isinstance(norm, nn.Identity) else gated_norm(norm, y, gate)
     return mixer.out_proj(y.to(hidden_states.dtype))
 

@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from stree.kernels.conv.kernel import conv_kernel
 from stree.kernels.delta_rule.kernel import gated_delta_kernel
 from stree.kernels.diagonal.kernel import diagonal_kernel
-from stree.kernels.mamba2.kernel import ssd_kernel
+from stree.kernels.mamba2.ssd_kernel import ssd_kernel
 
 ROOM = 32
 # Three heads: rows of step sizes, decays and beta are no multiple of 16 wide, yet those of 32 nodes together are.
