@@ -39,6 +39,7 @@ and sizes that the Triton version has no tiles for NotImplementedError.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from stree.kernels.checks import Parents, Path, check
@@ -449,7 +450,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, back
 def rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, scale: float = 1.0,
     other: Tensor | None = None, other_scale: float = 1.0, squares: Tensor | None = None,
-    squares_norm: tuple[int, float] = (1, 0.0), backend: Backend = "auto",
+    squares_norm: tuple[int, float] = (1, 0.0), dtype: torch.dtype | None = None, backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add a layer's output to the residual stream and normalise the sum for the next layer.
 
@@ -465,9 +466,10 @@ def rms_norm_add(
         squares: parts of the sum of squares of the rows that x was projected from.  x then lacks the factor of an
             RMSNorm of those rows, by which it is multiplied: 1 / sqrt(sum of squares / width + eps).
         squares_norm: that width and eps.
+        dtype: of y; None for that of x.
 
     Returns:
-        y, dtype of x; and total, dtype of residual.
+        y; and total, dtype of residual.
     """
 
 

@@ -5,15 +5,19 @@ Run: python -m benchmarks.ahead_of_time.kernel_counts [--families mamba2 bamba] 
 A tiny model of each family verifies a tree under Triton's interpreter, with a deferred commit, as in the
 middle of a text, and commits a path of it; `launch_counter` says what is counted.  Numbers of kernels do not depend on
 sizes, except where a library splits a product and where mixtures of experts run expert by expert.  "before" is with
-transformers' own norms, rotary positions and feed-forwards, "after" with the fused ones.
+transformers' own norms, rotary positions and feed-forwards, "after" with the fused ones, "mixers" with Mamba-2 mixers
+in one launch, too.
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before other imports
 
 import torch
 from helpers.tiny_family_models import family_model
@@ -30,6 +34,11 @@ FAMILIES = (
     "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1", "zamba2", "qwen3_next", "jamba", "llama",
 )  # fmt: skip
 CONTEXT = 9
+# Groups of B and C as published models have them, on which depends what becomes of the gated norm.
+GROUPS: Record = {
+    "mamba2": {"n_groups": 1}, "bamba": {"mamba_n_groups": 1}, "granitemoehybrid": {"mamba_n_groups": 1},
+}  # fmt: skip
+PROVIDERS = ("before", "after", "mixers")
 # Parts of a layer, in the order of the table; "layer" is the layer's own operators: residual sums and factors.
 PARTS = ("norm", "mixer", "feed-forward", "layer")
 
@@ -80,20 +89,20 @@ def _places(lm: stree.TreeLM) -> tuple[dict[int, int], dict[int, str]]:
     return {id(block): index for index, block in enumerate(blocks)}, parts
 
 
-def count(family: str, nodes: int, *, fused_layers: bool) -> list[Record]:
+def count(family: str, nodes: int, provider: str) -> list[Record]:
     """Count one step by a tiny model of a family: a record for each kind of layer, for the rest, and for the commit.
 
     Args:
         family: model_type.
         nodes: of the tree, whose nodes have two children each.
-        fused_layers: whether layers run fused.
+        provider: one of ``PROVIDERS``.
 
     Returns:
         Records with launches a layer as ``value`` (the mean over layers of a kind), ``parts`` of it, and ``by_name``.
     """
     with as_on_a_gpu():
-        lm = stree.TreeLM(family_model(family, torch.bfloat16))
-        lm.fused_layers = fused_layers
+        lm = stree.TreeLM(family_model(family, torch.bfloat16, **GROUPS.get(family, {})))
+        lm.fused_layers, lm.fused_mixers = provider != "before", provider == "mixers"
         state = lm.new_state(1, 64, nodes, fixed_shapes=True)
         lm.prefill(state, torch.arange(CONTEXT)[None] % lm.vocab_size)
         parents = [(node - 1) // 2 if node else -1 for node in range(nodes)]
@@ -108,13 +117,11 @@ def count(family: str, nodes: int, *, fused_layers: bool) -> list[Record]:
         with counting(lm) as commit:
             lm.commit(state, path, lengths)
     kinds = layer_kinds(lm)
-    found = [_record(family, nodes, fused_layers, kind, kinds, verify) for kind in [*dict.fromkeys(kinds), "outside"]]
-    return [*found, _record(family, nodes, fused_layers, "commit", kinds, commit)]
+    found = [_record(family, nodes, provider, kind, kinds, verify) for kind in [*dict.fromkeys(kinds), "outside"]]
+    return [*found, _record(family, nodes, provider, "commit", kinds, commit)]
 
 
-def _record(
-    family: str, nodes: int, fused_layers: bool, kind: str, kinds: Sequence[str], counts: LaunchCounter
-) -> Record:
+def _record(family: str, nodes: int, provider: str, kind: str, kinds: Sequence[str], counts: LaunchCounter) -> Record:
     """Sum the launches of all layers of a kind, or of what is outside the layers."""
     inside = [index for index, name in enumerate(kinds) if name == kind]
     layers: list[int | None] = [*inside] or [None]
@@ -127,7 +134,7 @@ def _record(
     each = len(layers)
     return {
         "bench": "kernel_counts",
-        "provider": "after" if fused_layers else "before",
+        "provider": provider,
         "params": {"family": family, "nodes": nodes, "layer": kind, "layers": each},
         "dtype": "bfloat16",
         "metric": "launches",
@@ -150,13 +157,13 @@ def layer_kinds(lm: stree.TreeLM) -> list[str]:
 
 
 def rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    """Lines of the table: launches a layer before and after."""
-    after = {str(record["params"]): record for record in records if record["provider"] == "after"}
+    """Lines of the table: launches a layer by provider."""
+    found = {(str(record["params"]), record["provider"]): record for record in records}
     for record in records:
-        if record["provider"] == "before":
+        if record["provider"] == PROVIDERS[0]:
             params = record["params"]
-            both = (record, after[str(params)])
-            yield [params["family"], f"{params['layers']} x {params['layer']}", *(_parts(one) for one in both)]
+            each = (found[str(params), provider] for provider in PROVIDERS)
+            yield [params["family"], f"{params['layers']} x {params['layer']}", *map(_parts, each)]
 
 
 def _parts(record: Record) -> str:
@@ -166,7 +173,7 @@ def _parts(record: Record) -> str:
 
 
 def main() -> None:
-    """Count all families, with and without fused layers, and print a table and the records."""
+    """Count all families by each provider, and print a table and the records."""
     parser = command_line(__doc__, "file of JSON lines, replaced")
     parser.add_argument("--families", nargs="+", default=list(FAMILIES))
     parser.add_argument("--nodes", type=int, default=5)
@@ -176,10 +183,10 @@ def main() -> None:
     records = [
         record
         for family in options.families
-        for fused_layers in (False, True)
-        for record in count(family, options.nodes, fused_layers=fused_layers)
+        for provider in PROVIDERS
+        for record in count(family, options.nodes, provider)
     ]
-    titles = ["family", "layers", "launches a layer before", "after"]
+    titles = ["family", "layers", "launches a layer before", "after", "mixers in one launch"]
     finish(records, options.out, titles, rows(records), replaces=True)
 
 

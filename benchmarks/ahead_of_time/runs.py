@@ -28,6 +28,7 @@ GROWTHS = (
     "calibrated", "chain:4", "chain:4+sure:0.3", "stree", "sequoia", "dyspec", "dyspec:form=heap", "opt-tree",
     "eagle2+depth-stop", "calibrated+decision", "specinfer:2,2,1", "rsdc:2,2,1", "rsds:4,3",
 )  # fmt: skip
+MIXERS = ("mamba2-2.7b", "Nemotron-H-8B", "Falcon-H1-7B")  # Mamba-2 with one and with 8 groups, and wide states
 VERIFIED = ("calibrated", "opt-tree", "specinfer:2,2,1")  # by every verifier: nodes drawn in three ways
 VOCABULARIES = (50257, 151936)  # the first one's rows are not aligned
 # Nodes and sequences of a step; at 16 sequences attention does not split the context.
@@ -43,6 +44,9 @@ def run_builds() -> Iterator[tuple[str, Build]]:
                 for nodes, batch in steps:
                     run = f"{name}, {str(dtype)[6:]}, {batch} x {nodes} nodes"
                     yield from _steps(run, lm, nodes, "calibrated", 0.8, batch=batch)
+                if name in MIXERS:
+                    lm.fused_mixers = True
+                    yield from _steps(f"{name}, {str(dtype)[6:]}, fused mixers", lm, 16, "calibrated", 0.8)
         for vocab in VOCABULARIES:
             lm = _meta_lm(Mamba2Config(**TINY, vocab_size=vocab), torch.bfloat16)
             for growth in (*GROWTHS, None):

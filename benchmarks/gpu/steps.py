@@ -4,10 +4,11 @@ Run: python -m benchmarks.gpu.steps --out DIR [--models NAME ...] [--sizes 1x256
 Without a GPU: python -m benchmarks.gpu.steps --smoke, which runs tiny models, without graphs.
 
 A step starts as in the middle of a text: verify applies the deferred commit of the path of the step before, and commit
-defers its own.  Steps are timed as replays of a CUDA graph and as plain calls, beside the same graph without fused
-layers, transformers' own forward of one token, and mamba-ssm's one-token decode with its CUDA graph where it is
-installed.  Every record has the bytes that the step must move, and their time at the bandwidth of a copy in the same
-run.  Sizes of which figures are asked first come first: batch 1 and context 256 of every model; 1, 16 and 64 nodes.
+defers its own.  Steps are timed as replays of a CUDA graph and as plain calls, beside the same graph with Mamba-2
+mixers in one launch and without fused layers, transformers' own forward of one token, and mamba-ssm's one-token decode
+with its CUDA graph where it is installed.  Every record has the bytes that the step must move, and their time at the
+bandwidth of a copy in the same run.  Sizes of which figures are asked first come first: batch 1 and context 256 of
+every model; 1, 16 and 64 nodes.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from stree.models.bounded_scan import memory_bounded
 __all__ = ["NODES", "bytes_of", "measure", "state_for", "step_of"]
 
 NODES = (1, 16, 64, 4, 8, 32)
-PLAIN_NODES = (1, 16)  # that are timed without fused layers and without a graph, too
+PLAIN_NODES = (1, 16)  # that are timed without fused layers, with fused mixers and without a graph, too
 SIZES = ((1, 256), (8, 256), (1, 4096), (8, 4096))  # batch, tokens of context
 PATH = 3  # most nodes of a committed path
+MIXERS, UNFUSED = "graph, fused mixers", "graph, unfused"
+BUILT = [(n, provider) for provider, sizes in (("eager", NODES), (MIXERS, PLAIN_NODES)) for n in sizes]
 ROOM = 512  # tokens that repeated steps may commit
 
 
@@ -73,7 +76,7 @@ def measure(
         Step(name, batch, context, n, provider)
         for batch, context in (((1, 8),) if smoke else sizes)
         for name in shapes if names is None or name in names
-        for n, provider in (_providers(run.device) if is_timed else [(n, "eager") for n in NODES])
+        for n, provider in (_providers(run.device) if is_timed else BUILT)
     ]  # fmt: skip
     bench = _Bench(run.device, shapes)
     for case in run.cases(cases):
@@ -107,7 +110,7 @@ class _Bench:
         self.device, self.shapes = device, shapes
         self._lm: stree.TreeLM | None = None
         self._state: Any = None
-        self._key: tuple[str, int, int] | None = None
+        self._key: tuple[str, int, int, bool] | None = None
 
     def time(self, case: Step) -> Record:
         """Time a step by its provider."""
@@ -119,7 +122,7 @@ class _Bench:
             return {"unavailable": reason} if reason else mamba_ssm_step(
                 self.shapes[case.model], case.batch, case.context, lm.dtype
             )  # fmt: skip
-        lm.fused_layers = case.provider != "graph, unfused"
+        lm.fused_layers = case.provider != UNFUSED
         try:
             return (time_calls if case.provider == "eager" else time_graph)(self.step(case), self.device)
         finally:
@@ -141,7 +144,8 @@ class _Bench:
             self._lm = self._state = self._key = None
             free(self.device)
             self._lm = model_of(self.shapes[case.model], self.device)
-        key = (case.model, case.batch, case.context)
+        self._lm.fused_mixers = case.provider == MIXERS
+        key = (case.model, case.batch, case.context, self._lm.fused_mixers)
         if self._key != key or self._state.is_inconsistent:  # by a step that failed half way
             self._state = None
             self._state, self._key = state_for(self._lm, case.batch, case.context), key
@@ -154,7 +158,7 @@ def _providers(device: torch.device) -> list[tuple[int, str]]:
         return [(n, "eager") for n in NODES] + [(1, "transformers"), (1, "mamba_ssm")]
     graphs = [(n, "graph") for n in NODES[:3]] + [(1, "transformers"), (1, "mamba_ssm")]
     graphs += [(n, "graph") for n in NODES[3:]]
-    return graphs + [(n, provider) for provider in ("graph, unfused", "eager") for n in PLAIN_NODES]
+    return graphs + [(n, provider) for provider in (MIXERS, UNFUSED, "eager") for n in PLAIN_NODES]
 
 
 def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], Any]:

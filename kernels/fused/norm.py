@@ -99,11 +99,12 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float) -> Tensor:
 def rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float, scale: float, other: Tensor | None,
     other_scale: float, squares: Tensor | None = None, squares_norm: tuple[int, float] = (1, 0.0),
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add x to the residual stream and normalise the sum; see `stree.kernels.ops`."""
     y, total = _launch(
         "rms_norm_add", x, other, residual, weight, eps=eps, offset=offset, scale=scale, other_scale=other_scale,
-        squares=squares, squares_norm=squares_norm,
+        squares=squares, squares_norm=squares_norm, dtype=dtype,
     )  # fmt: skip
     assert total is not None, "a sum was asked for"
     return y, total
@@ -112,7 +113,7 @@ def rms_norm_add(
 def _launch(
     op: str, x: Tensor, other: Tensor | None, residual: Tensor | None, weight: Tensor, *, eps: float, offset: float,
     scale: float = 1.0, other_scale: float = 1.0, squares: Tensor | None = None,
-    squares_norm: tuple[int, float] = (1, 0.0),
+    squares_norm: tuple[int, float] = (1, 0.0), dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Normalise x or, with a residual stream, the sum, which is then returned too."""
     check_kernel_dtypes(op, x=x)
@@ -121,7 +122,10 @@ def _launch(
     for name, tensor in {"x": x, "other": other, "residual": residual, "weight": weight}.items():
         if tensor is not None:
             check_inner(name, tensor)
-    y, parts = torch.empty(x.shape, dtype=x.dtype, device=x.device), 1 if squares is None else squares.shape[-1]
+    y, parts = (
+        torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device),
+        1 if squares is None else squares.shape[-1],
+    )
     total: Tensor | None = None
     second = added = None
     (rows, stride), second_stride, stream_stride, tile = as_rows(x), 0, 0, NormTile.of(width)

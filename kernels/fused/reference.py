@@ -36,18 +36,19 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float) -> Tensor:
 def rms_norm_add(
     x: Tensor, residual: Tensor, weight: Tensor, *, eps: float, offset: float, scale: float, other: Tensor | None,
     other_scale: float, squares: Tensor | None = None, squares_norm: tuple[int, float] = (1, 0.0),
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Add x to the residual stream and normalise the sum as it is stored."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    added = x.to(dtype) * scale
+    wide = torch.promote_types(x.dtype, torch.float32)
+    added = x.to(wide) * scale
     if squares is not None:
         width, row_eps = squares_norm
         added = added * torch.rsqrt(squares.sum(-1, keepdim=True) / width + row_eps)
     if other is not None:
-        added = added + other.to(dtype) * other_scale
-    total = (residual.to(dtype) + added).to(residual.dtype)
-    normed = _normalise(total.to(dtype), eps) * (weight.to(dtype) + offset)
-    return normed.to(x.dtype), total
+        added = added + other.to(wide) * other_scale
+    total = (residual.to(wide) + added).to(residual.dtype)
+    normed = _normalise(total.to(wide), eps) * (weight.to(wide) + offset)
+    return normed.to(dtype or x.dtype), total
 
 
 def _normalise(values: Tensor, eps: float) -> Tensor:

@@ -212,13 +212,11 @@ def normalise(x: Tensor | LazyResidual, weight: Tensor, *, eps: float, offset: f
         stream = next(streams, None)
         rest = [term for i, term in enumerate(root._terms) if i != stream]
         rest.sort(key=lambda each: isinstance(each[0], Tensor))  # rows to be normed first
-        first = next((i for i, (term, _) in enumerate(rest) if term.dtype == x.dtype), None)
-        if stream is not None and first is not None:
-            term, scale = rest.pop(first)
-            other, other_scale = rest[0] if rest else (None, 1.0)
-            options: dict[str, Any] = {}
+        if stream is not None and rest:
+            (term, scale), (other, other_scale) = rest[0], rest[1] if rest[1:] else (None, 1.0)
+            options: dict[str, Any] = {} if term.dtype == x.dtype else {"dtype": x.dtype}
             if isinstance(term, _UnnormedRows):
-                options = {"squares": term.squares, "squares_norm": term.norm}
+                options |= {"squares": term.squares, "squares_norm": term.norm}
                 term = term.tensor
             y, total = ops.rms_norm_add(
                 term, _evaluated(root._terms[stream][0]), weight, eps=eps, offset=offset, scale=scale,

@@ -90,7 +90,10 @@ def test_a_setting_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.sequences == generate(eager, None, **options).sequences != before
 
 
-@pytest.mark.parametrize("option", ["defers_commit", pytest.param("fused_layers", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "option",
+    ["defers_commit", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused_layers", "fused_mixers"))],
+)
 def test_a_switch_of_the_target(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = captured(monkeypatch)
     expected = generate(lm, None, budget=8).sequences

@@ -87,7 +87,8 @@ def test_the_bundled_pair_writes_what_it_writes_on_the_cpu() -> None:
     prompts = [[7 + 3 * row, 100 + row, 2000 + 11 * row, 30 + row] for row in range(4)]
     expected = texts(*bundled("cpu"), prompts=prompts, max_new_tokens=64, budget=16).sequences
     lm, drafter = bundled("cuda")
-    for growth in (None, Chain(4), Calibrated(6)):
+    for growth, mixers in ((None, False), (Chain(4), False), (Calibrated(6), False), (Calibrated(6), True)):
+        lm.fused_mixers = drafter.lm.fused_mixers = mixers
         for _ in range(2):
             found = texts(lm, drafter, prompts=prompts, max_new_tokens=64, budget=16, growth=growth)
             assert found.sequences == expected
