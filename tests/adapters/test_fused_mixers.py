@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from helpers.family_states import Decoding
+from helpers.family_states import Decoding, verified
 from helpers.fast_cases import slow_unless
 from helpers.tiny_family_models import family_model
-from helpers.tiny_models import TOLERANCE, as_commit, patched, path_to, real_nodes, tree_error
+from helpers.tiny_models import (
+    TOLERANCE,
+    as_commit,
+    fresh_node_logits,
+    patched,
+    path_to,
+    real_nodes,
+    tree_error,
+)
 from transformers import PreTrainedModel
 
+from stree import TreeLM
 from stree.kernels import dispatch, ops
 from stree.kernels.tiles import MAX_MIXER_NODES
 
@@ -62,6 +74,23 @@ def assert_exact_between_commits(decoding: Decoding, sizes: Sequence[int], large
     decoding.score(sizes)
     decoding.lm.commit(decoding.state, *as_commit([[0]] * len(sizes)))
     assert decoding.error(decoding.tree(sizes)) > 1e3 * TOLERANCE[torch.float32]  # the texts lack that token
+
+
+@pytest.mark.slow
+def test_bfloat16_stays_as_near_to_float64_as_without(calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mamba2_step", "rms_norm_add", "rms_norm", "gated_rms_norm", "ssd_step", "conv_step"):
+        # The interpreter cuts bfloat16 off instead of rounding it.
+        monkeypatch.setattr(ops, name, functools.partial(getattr(ops, name), backend="reference"))
+    squares = [0.0, 0.0]
+    for seed, is_fused in itertools.product(range(4), (False, True)):
+        monkeypatch.setattr(TreeLM, "fused_mixers", is_fused)
+        model = family_model("mamba2", torch.bfloat16, seed, n_groups=1)
+        oracle = copy.deepcopy(model).double()
+        logits, texts, tree = verified(model, is_fused=True, seed=seed)
+        for row, text in enumerate(texts):
+            exact = fresh_node_logits(oracle, text, tree, row)
+            squares[is_fused] += float((logits[row, real_nodes(tree, row)] - exact).square().mean())
+    assert calls["squares"] and squares[1] < 1.5 * squares[0], squares
 
 
 def test_trees_of_a_small_mamba2_are_exact(calls: Counter[str]) -> None:
