@@ -41,7 +41,7 @@ def tree_bytes(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
 def _at(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
     """Return the bytes at a length; they are a convex function of it, so between two lengths at most the mean."""
     sizes = batch, nodes, length
-    return measured_bytes("tree", lm, (*sizes, lm.fused_layers), lambda: _measure(lm, *sizes))
+    return measured_bytes("tree", lm, (*sizes, lm.fused_layers, lm.fused_mixers), lambda: _measure(lm, *sizes))
 
 
 def _measure(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
@@ -52,7 +52,7 @@ def _measure(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
         as_on_device(triton=on_gpu, operations=TRITON if on_gpu else (), launches=False),
     ):  # fmt: skip
         other = TreeScorer(model_without_values(lm))
-        other.fused_layers = lm.fused_layers
+        other.fused_layers, other.fused_mixers = lm.fused_layers, lm.fused_mixers
         tokens = torch.zeros(batch, nodes, dtype=torch.long)
         tree = TokenTree.unchecked(tokens, (torch.arange(nodes).expand(batch, -1) - 1).int())
         state = other.new_state(batch, max(length, 1), nodes, fixed_shapes=True)

@@ -18,6 +18,7 @@ from stree.models.prefill_memory import prefill_bytes
 from stree.models.state_size import StateSize, measure_state
 from stree.models.tree_lm import TreeLM
 from stree.models.tree_memory import tree_bytes
+from stree.verify import Verifier
 
 __all__ = [
     "Extent",
@@ -29,6 +30,7 @@ __all__ = [
     "needed_bytes",
     "path_nodes",
     "state_bytes",
+    "traverses",
 ]
 
 PAIR_BYTES = 10  # of a tree's masks, for every pair of its nodes: two of one byte and one of eight
@@ -49,6 +51,7 @@ class Extent:
         single_rows: states of one row beside the batch's, which prompts are prefilled in.
         is_greedy: whether no token is sampled.
         truncates: whether top-k, top-p or min-p may exclude tokens.
+        traverses: whether every tree is verified by traversal.
         draft_nodes: most nodes that a draft model runs for a tree, where that is more than ``nodes``.
         rules: token rules of the texts.
         path_nodes: most nodes of a path whose logits are kept for log probabilities; 0 where none are asked for.
@@ -64,6 +67,7 @@ class Extent:
     single_rows: int = 0
     is_greedy: bool = False
     truncates: bool = False
+    traverses: bool = False
     draft_nodes: int = 0
     rules: tuple[TokenRules, ...] = ()
     path_nodes: int = 0
@@ -76,6 +80,13 @@ class Extent:
 def draft_nodes(growth: Growth | None, budget: int) -> int:
     """Return the most nodes that a draft model runs for a tree of a growth; 0 where none is grown."""
     return 0 if growth is None or budget == 1 else columns_run(narrowed(growth.plan(budget)))
+
+
+def traverses(drafter: Drafter, growth: Growth | None, budget: int, verifier: str | Verifier) -> bool:
+    """Whether a drafter's trees are verified by traversal where tokens are sampled: their nodes are drawn."""
+    if growth is None or budget == 1 or verifier not in ("auto", "traversal"):
+        return False
+    return isinstance(drafter, (ModelDrafter, HeadDrafter)) and growth.plan(budget).drawing != "top"
 
 
 def path_nodes(drafter: Drafter, growth: Growth | None, budget: int) -> int:
@@ -153,7 +164,10 @@ def _raw_bytes(lm: TreeLM, extent: Extent) -> int:
 def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
     """Bytes of the logits of a step, and of what accepting and log probabilities make of them."""
     batch, nodes, vocab, is_on_cpu = extent.batch, extent.nodes, lm.vocab_size, lm.device.type == "cpu"
-    copies = accept_bytes(lm.dtype, is_greedy=extent.is_greedy, truncates=extent.truncates, is_on_cpu=is_on_cpu)
+    copies = accept_bytes(
+        lm.dtype, is_greedy=extent.is_greedy, truncates=extent.truncates, traverses=extent.traverses,
+        is_on_cpu=is_on_cpu,
+    )  # fmt: skip
     raw, has_rules = _raw_bytes(lm, extent), bool(extent.rules)
     kept = rule_bytes(extent.rules, batch, nodes, vocab, extent.length)[0] + raw * has_rules  # before the rules, too
     paths, behind = (batch * each for each in logprob_bytes(extent.path_nodes, vocab, has_rules=has_rules))

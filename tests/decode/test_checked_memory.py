@@ -144,12 +144,13 @@ def test_log_probabilities_and_token_rules_take_what_was_checked(
         (True, Sampling(0.8, top_p=0.9), "auto"),
     ],
 )  # fmt: skip
-def test_steps_over_a_large_vocabulary_take_at_most_what_was_checked(
+def test_steps_over_a_large_vocabulary_take_what_was_checked(
     has_drafter: bool, sampling: Sampling, verifier: str, dtype: torch.dtype, options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     ratio = needed_over_peak(has_drafter, sampling, dtype, monkeypatch, verifier=verifier, **options)
-    assert 0.95 < ratio < 1.25
+    # Without sampling layers of a draft are narrower, where the host can read them, than the plan that is checked.
+    assert 0.95 < ratio < (1.15 if has_drafter and sampling.is_greedy else 1.05)
 
 
 def needed_over_peak(
