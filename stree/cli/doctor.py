@@ -53,6 +53,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     write_report(report, out)
     page = "\n".join(f"{name:<14}{value}" for name, value in lines_of(report).items())
     sys.stdout.write((json.dumps(report) if arguments.json else page) + "\n")
-    where = issues_url() or "of the repository that this package came from"
+    url = issues_url()
+    where = "in the issue tracker of this project" if url is None else f"at {url}"
     print(f"written: {out}; please read it, and attach it to a new issue {where}", file=sys.stderr)
     return 0 if report["ok"] else 1
