@@ -137,15 +137,15 @@ def _launch(
     new_from = first if stash is not None else 0
     tile = SsdTile.of(n, n - first, entries, headdim, dstate, rows.dtype)
     blocks = -(-headdim // tile.headdim)
-    B_and_C_strides = *strides(B), *strides(C)
-    if mixer is not None and y is not None:  # room for what each program convolves
+    new_strides = *strides(x, 3), *strides(dt), *strides(B), *strides(C)
+    if mixer is not None and y is not None:  # B and C are room for what each program convolves
         B, C = y.new_empty(batch, heads * blocks, 2 * (n - first), dstate), None
-        B_and_C_strides = 0, dstate, 0, dstate
+        new_strides = *strides(mixer.xbc), 0, *strides(dt), 0, dstate, 0, dstate
     ssd_kernel[(blocks, heads, batch)](
         state, A, bias, D, bits, y, path, lengths, old_x, old_dt, old_B, x, dt, B, C, stash_xbc, stash_dt,
         *_mixer_operands(mixer), squares,
         n, first, new_from, entries, heads, low, high, state.stride(0), A.stride(0) if A.ndim == 2 else 0,
-        *strides(old_x, 3), *strides(old_dt), *strides(old_B), *strides(x, 3), *strides(dt), *B_and_C_strides,
+        *strides(old_x, 3), *strides(old_dt), *strides(old_B), *new_strides,
         *strides(stash_xbc), *strides(stash_dt, 1),
         *((0, 0, 0) if mixer is None else (mixer.window.stride(0), *strides(mixer.stash_conv))),
         HEADDIM=headdim, DSTATE=dstate, SHARED=shared, NODES=tile.nodes, ROWS=tile.rows,
@@ -155,7 +155,7 @@ def _launch(
         EXACT="tf32x3",
         # Values of 16 bits are exact in TF32, and 11 bits of a weight lose less than outputs in bfloat16 do.
         MIXED="tf32" if rows.dtype == torch.bfloat16 else "tf32x3",
-        ALIGNED=1 if x is None else math.gcd(16, x.stride(0), x.stride(1)),
+        ALIGNED=math.gcd(16, *new_strides[:2]),
         WIDTH=0 if mixer is None else mixer.weight.shape[1], SPAN=min(padded(dstate), 128 // rows.dtype.itemsize),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -131,6 +131,15 @@ def test_options(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(devices.transfers[1:])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["bamba", "nemotron_h"])
+def test_fused_mixers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stree.TreeLM, "fused_mixers", True)
+    devices = generated(monkeypatch, "model", family)
+    assert 0 < devices.launches["conv_kernel"] < devices.launches["ssd_kernel"]
+    assert not any(devices.transfers[1:])
+
+
 class Faulty(Drafter):
     """Plain decoding with a fault in its steps."""
 

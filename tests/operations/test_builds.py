@@ -88,6 +88,18 @@ def convolution(width: int, n: int) -> Run:
     return lambda: ops.tree_conv1d(x, weight, None, topology, window, backend="triton")
 
 
+def mixer(batch: int, n: int, first: int) -> Run:
+    """A Mamba-2 mixer of 2 heads, whose projection has 8 columns more than a multiple of 16."""
+    gate, xbc, dt = draw(batch, n - first, 32 + 64 + 8).split([32, 64, 8], -1)
+    state, window, weight, step_sizes = draw(batch, 2, 16, 16), draw(batch, 64, 3), draw(64, 4), draw(batch, 16, 2)
+    stashes, trees = draw(2, batch, 16, 64), Topology.of(chain(n, batch).to(DEVICE), 4)
+    return lambda: ops.mamba2_step(
+        window, stashes[0], weight, None, state, stashes[1], step_sizes, None, None, xbc, dt[..., :2],
+        -weight[:2, 0].abs(), None, trees, headdim=16, ngroups=1, first=first, gating=(gate, weight.flatten()[:32]),
+        backend="triton",
+    )  # fmt: skip
+
+
 def topology(batch: int, n: int, m: int) -> Run:
     parents = random_parents(n, batch).to(DEVICE)
     mask, path, lengths = ancestor_mask(parents), zeros(batch, m, dtype=torch.int32), parents.new_zeros(batch)
@@ -187,6 +199,7 @@ SLOW: dict[str, Case] = {
         attention, [(7, 2, 150, 3), (2, 1, 128, 1), (16, 15, 160, 16), (16, 1, 450, 5)],
         ["kv_commit", "attention", "merge"],
     ),
+    "mixer": Case(mixer, [(1, 5, 0), (2, 16, 0), (1, 1, 0)], ["ssd"], (1, 7, 2)),
     "pointwise": Case(pointwise, [(1, 5), (1, 16), (3, 7), (1, 1)], POINTWISE),
     "distinct draws": Case(distinct, [(1, 4), (16, 3), (17, 4)], ["blocks", "distinct"], (1, 4, 5000)),
     **{
