@@ -140,3 +140,27 @@ def test_a_mixer_in_one_launch_equals_loops_over_nodes(
     i["window"].copy_(Layer.draw(dtype, **sizes).given["window"])
     wrong = layer.step(1, layer.stashes(), (None, None), 0, 1, is_gated=is_gated)[0]
     assert error(wrong.flatten(2)[1], y[1, :1]) > 0.1
+
+
+def test_what_a_mixer_in_one_launch_cannot_take_is_refused_before_it_writes() -> None:
+    layer = Layer.draw(torch.float32)
+    stashes = layer.stashes()
+    chain = torch.arange(-1, 12, dtype=torch.int32, device=DEVICE).expand(2, -1)
+    before = [rows.clone() for rows in stashes]
+    i = layer.given
+    i["rows0"] = F.pad(i["rows0"], (0, 0, 0, 5))
+    with pytest.raises(ValueError, match=r"mamba2_step needs that n <= N, got n = 18"):
+        layer.step(0, stashes, (None, None), 0, 18, parents=F.pad(chain, (0, 5), value=12))
+    wide = [F.pad(rows, (0, 0, 0, 5)) for rows in stashes]
+    with pytest.raises(
+        NotImplementedError, match="mamba2_step with backend='triton' takes trees of nodes up to 16, got 18"
+    ):
+        layer.step(0, wide, (None, None), 0, 18, parents=F.pad(chain, (0, 5), value=12))
+    gate, xbc, dt = i["rows1"].split(layer.sizes, -1)
+    with pytest.raises(ValueError, match=r"gate must have the strides of xbc, \(.*\), got \(.*\)"):
+        ops.mamba2_step(
+            i["window"], stashes[0], i["weight"], None, i["state"], *stashes[1:], None, None, xbc, dt, i["A"], None,
+            layer.parents[1], headdim=layer.headdim, ngroups=layer.groups, gating=(gate.contiguous(), i["norm"]),
+            backend="triton",
+        )  # fmt: skip
+    assert all(torch.equal(rows.nan_to_num(9), old.nan_to_num(9)) for rows, old in zip(stashes, before, strict=True))

@@ -99,6 +99,23 @@ def test_scaled_terms_of_a_residual_sum_are_rounded_once(
     assert error(y, stored / ((stored**2).mean(-1, keepdim=True) + EPS).sqrt()) < TOLERANCE[dtype]
 
 
+@BACKENDS
+def test_a_projection_of_unnormed_rows_is_multiplied_by_their_factors(backend: ops.Backend, dtype: torch.dtype) -> None:
+    wide = torch.promote_types(dtype, torch.float32)
+    rows, weight, residual = draw(2, 5, 24).to(wide), draw(41, seed=2).to(dtype), draw(2, 5, 41, seed=3).to(wide)
+    x, squares = (rows @ draw(24, 41, seed=1).to(wide)).to(dtype), rows.square().unflatten(-1, (3, 8)).sum(-1)
+    y, total = ops.rms_norm_add(
+        x, residual, weight, eps=EPS, scale=2.0, squares=squares, squares_norm=(24, 0.1), dtype=wide, backend=backend
+    )
+    factor = 1 / ((rows.double() ** 2).mean(-1, keepdim=True) + 0.1).sqrt()
+    assert error(total, residual.double() + 2 * x.double() * factor) < TOLERANCE[wide]
+    stored = total.double()
+    expected = stored / ((stored**2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+    assert y.dtype == wide and error(y, expected) < TOLERANCE[wide]
+    _, plain = ops.rms_norm_add(x, residual, weight, eps=EPS, scale=2.0, backend=backend)
+    assert error(plain, total) > 0.1
+
+
 def test_rows_of_nothing_are_normalised_to_nothing() -> None:
     x, weight = torch.zeros(1, 3, 20, device=DEVICE), torch.ones(20, device=DEVICE)
     for y in (
