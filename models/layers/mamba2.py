@@ -141,7 +141,8 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
             mixer.dt_bias, step.topology, gating=None if eps is None else (gate, norm.weight), **options,
         )  # fmt: skip
         if squares is not None and eps is not None:
-            return with_row_norm(mixer.out_proj(y.flatten(2)), squares, inner, eps)
+            y = mixer.out_proj(y.flatten(2).to(hidden_states.dtype))
+            return with_row_norm(y, squares, inner, eps)
     else:
         xbc = layer.convolve(step, xbc, conv, activation=mixer.activation)
         y = ops.ssd_step(*stashes, xbc, dt, layer.A, mixer.dt_bias, step.topology, **options)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stree.kernels import ops
-from stree.models.fused.lazy_residual import LazyResidual, normalise
+from stree.models.fused.lazy_residual import LazyResidual, normalise, with_row_norm
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -58,6 +58,27 @@ def test_factors_and_a_second_output_are_part_of_the_sum(sums: list[int]) -> Non
     expected = stream.double() + 0.7 * (routed.double() + shared.double())
     assert torch.allclose(normalise(total, weight, eps=0.1, offset=0.0).double(), normed(expected, weight), atol=1e-5)
     assert torch.allclose(total.value.double(), expected, atol=1e-6) and sums == [3]
+
+
+def test_rows_without_the_factor_of_a_norm_before_them_get_it_in_the_sum_or_when_they_are_read(sums: list[int]) -> None:
+    stream, rows, out, other, weight = draw(0), draw(1, 2, 3, 6), draw(2), draw(3), draw(4, 8)
+    factor = 1 / (rows.double().square().mean(-1, keepdim=True) + 0.2).sqrt()
+    made = [with_row_norm(out, rows.square().unflatten(-1, (3, 2)).sum(-1), 6, 0.2) for _ in range(3)]
+    assert torch.allclose(made[0].value.double(), out.double() * factor, atol=1e-6)
+    expected = stream.double() + 0.7 * (out.double() * factor + other.double())
+    for total in (stream + (made[1] + other) * 0.7, stream + (other + made[2]) * 0.7):
+        y = normalise(total, weight, eps=0.1, offset=0.0)
+        assert torch.allclose(y.double(), normed(expected, weight), atol=1e-5)
+        assert torch.allclose(total.value.double(), expected, atol=1e-6)
+    assert sums == [3, 3]
+
+
+def test_a_wide_stream_is_normalised_in_its_own_dtype(sums: list[int]) -> None:
+    stream, out, weight = draw(0), draw(1).bfloat16(), draw(2, 8)
+    total: Any = stream + lazy(out)
+    y = normalise(total, weight, eps=0.1, offset=0.0)
+    assert y.dtype == total.value.dtype == torch.float32 and sums == [2]
+    assert torch.allclose(y.double(), normed(stream + out.float(), weight), atol=1e-5)
 
 
 def test_a_stream_goes_on_from_the_value_that_its_norm_has_stored(sums: list[int]) -> None:
