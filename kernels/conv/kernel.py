@@ -9,6 +9,8 @@ projection left them, with any strides over batch and nodes.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -57,8 +59,10 @@ def conv_kernel(
         tl.store(columns_ptr, tl.where(stays, kept, moved.to(kept.dtype)), wanted)
         tl.debug_barrier()  # the taps below read the window that other warps have written
     if SCAN:
-        if ALIGNED:  # rows of x, whatever their number
-            stride_x_b = tl.multiple_of(stride_x_b, 16)
+        stride_x_b *= (
+            ALIGNED  # these two are given as multiples of it, by which the compiler knows how wide it may load
+        )
+        stride_x_n *= ALIGNED
         x_ptr += batch * stride_x_b
         if KEEP:
             stash_ptr += batch * stride_stash_b
@@ -127,12 +131,13 @@ def _launch(
     if topology is not None:
         n, index = topology.num_nodes, topology.conv_rows(width)
     rows, lengths, entries = path_operands(accepted)
-    tile = ConvTile.of(n - first, channels)
+    tile, aligned = ConvTile.of(n - first, channels), math.gcd(16, *strides(x))
     conv_kernel[(-(-channels // tile.channels), batch)](
         window, rows, lengths, old, x, weight, bias, index, stash, y, n, first, new_from, entries, channels,
-        window.stride(0), *strides(old), *strides(x), *strides(stash), *strides(weight, 1),
+        window.stride(0), *strides(old), *(stride // aligned for stride in strides(x)), *strides(stash),
+        *strides(weight, 1),
         WIDTH=width, COLUMNS=padded(history, 1), BLOCK_N=tile.nodes, BLOCK_C=tile.channels, COMMIT=old is not None,
         SCAN=new is not None, KEEP=stash is not None, SILU=silu, KNOWN=new_from > 0,
-        ALIGNED=x is not None and x.stride(0) % 16 == 0 == x.stride(1) % 16,
+        ALIGNED=aligned,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -141,11 +141,13 @@ def _launch(
     if mixer is not None and y is not None:  # B and C are room for what each program convolves
         B, C = y.new_empty(batch, heads * blocks, 2 * (n - first), dstate), None
         new_strides = *strides(mixer.xbc), 0, *strides(dt), 0, dstate, 0, dstate
+    aligned = math.gcd(16, *new_strides[:2])
     ssd_kernel[(blocks, heads, batch)](
         state, A, bias, D, bits, y, path, lengths, old_x, old_dt, old_B, x, dt, B, C, stash_xbc, stash_dt,
         *_mixer_operands(mixer), squares,
         n, first, new_from, entries, heads, low, high, state.stride(0), A.stride(0) if A.ndim == 2 else 0,
-        *strides(old_x, 3), *strides(old_dt), *strides(old_B), *new_strides,
+        *strides(old_x, 3), *strides(old_dt), *strides(old_B),
+        *(stride // aligned for stride in new_strides[:2]), *new_strides[2:],
         *strides(stash_xbc), *strides(stash_dt, 1),
         *((0, 0, 0) if mixer is None else (mixer.window.stride(0), *strides(mixer.stash_conv))),
         HEADDIM=headdim, DSTATE=dstate, SHARED=shared, NODES=tile.nodes, ROWS=tile.rows,
@@ -155,8 +157,8 @@ def _launch(
         EXACT="tf32x3",
         # Values of 16 bits are exact in TF32, and 11 bits of a weight lose less than outputs in bfloat16 do.
         MIXED="tf32" if rows.dtype == torch.bfloat16 else "tf32x3",
-        ALIGNED=math.gcd(16, *new_strides[:2]),
-        WIDTH=0 if mixer is None else mixer.weight.shape[1], SPAN=min(padded(dstate), 128 // rows.dtype.itemsize),
+        ALIGNED=aligned, WIDTH=0 if mixer is None else mixer.weight.shape[1],
+        SPAN=min(padded(dstate), 128 // rows.dtype.itemsize),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 

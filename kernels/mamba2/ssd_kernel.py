@@ -102,9 +102,10 @@ def ssd_kernel(
         if KNOWN:
             kept_dt_ptr = stash_dt_ptr + batch * stride_stash_dt_b + node * nheads + head
             dt += tl.load(kept_dt_ptr, node < new_from, 0.0)
-        if ALIGNED > 1:  # rows of x, whatever their number
-            stride_x_b = tl.multiple_of(stride_x_b, ALIGNED)
-            stride_x_n = tl.multiple_of(stride_x_n, ALIGNED)
+        stride_x_b *= (
+            ALIGNED  # these two are given as multiples of it, by which the compiler knows how wide it may load
+        )
+        stride_x_n *= ALIGNED
         x_ptr += batch * stride_x_b
         owns_group = tl.program_id(0) == 0 and head % SHARED == 0  # stashes what the group's programs share
         if WIDTH:  # x has all channels, before the convolution
