@@ -47,7 +47,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     ),
     "points": {"type": "array", "items": POINT, "minItems": 3, "maxItems": 3},
 }  # fmt: skip
-GRAMMARS = {BatchGrammars: ("advance", "first", "forced", "__call__"), GrammarEnd: ("observe",)}
+GRAMMARS = {BatchGrammars: ("advance", "first", "forced", "drafted", "lay_out", "verified"), GrammarEnd: ("observe",)}
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Grammars of a batch: which tokens may follow each node of its trees, as one mask.
 
 Each row has a matcher that takes the tokens that were accepted, and no others; copies of it follow the paths of a
-tree.  Masks that the draft model's logits have needed are kept for the target's.  This is work of the host: a step with
-a grammar reads its tree, and is not captured.
+tree.  Masks that the draft model's logits have needed are kept for the target's.  This is work of the host, between the
+draft and the target's forward: bits of the masks are copied to fixed memory, from which captured steps read them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from stree.decode.grammar import CompiledGrammar
+from stree.drafters.host_copies import downloaded
+from stree.kernels.host_copies import upload
 from stree.kernels.step.texts import Seen
 from stree.tree import TokenTree
 
@@ -26,11 +28,15 @@ class BatchGrammars:
     Args:
         batch: rows.
         vocab_size: of the logits.
+        device: of the logits.
     """
 
-    def __init__(self, batch: int, vocab_size: int) -> None:
+    def __init__(self, batch: int, vocab_size: int, device: torch.device) -> None:
         self._rows: list[_Row | None] = [None] * batch
-        self._vocab_size = vocab_size
+        self._vocab_size, self._device = vocab_size, device
+        bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
+        self._bits = bits.to(torch.uint8).view(torch.int64).flatten()  # eight bools for each byte
+        self._allowed = torch.empty(batch, 0, 0, dtype=torch.uint8, device=device)  # bits of the masks of trees
 
     @property
     def is_active(self) -> bool:
@@ -45,7 +51,7 @@ class BatchGrammars:
 
     def empty(self, batch: int) -> BatchGrammars:
         """Return grammars of another number of rows, none of which has begun."""
-        return BatchGrammars(batch, self._vocab_size)
+        return BatchGrammars(batch, self._vocab_size, self._device)
 
     def begin(self, row: int, grammar: CompiledGrammar | None, prompt_length: int) -> None:
         """Use another grammar, or none, for a row, whose prompt has so many tokens."""
@@ -73,10 +79,11 @@ class BatchGrammars:
         if not self.is_active:
             return logits
         masks = [None if (own := self._rows[row]) is None else own.mask() for row in rows.tolist()]
-        return self._masked(logits[:, None], [{} if mask is None else {0: mask} for mask in masks])[:, 0]
+        allowed = self._packed([{} if mask is None else {0: mask} for mask in masks], 1)
+        return self._masked(logits[:, None], allowed)[:, 0]
 
-    def __call__(self, lengths: Tensor, tree: TokenTree, logits: Tensor) -> Tensor:
-        """Mask the logits of trees.
+    def drafted(self, lengths: Tensor, tree: TokenTree, logits: Tensor) -> Tensor:
+        """Mask the logits of the last columns of a draft model's tree.
 
         A node that its grammar excludes is left as it is: the target cannot accept it.  So is one that ends its text,
         for nothing is read of what follows.
@@ -84,22 +91,40 @@ class BatchGrammars:
         Args:
             lengths: int64[batch], tokens before the trees' roots.
             tree: of n nodes; it begins with the last tokens that ``advance`` has taken.
-            logits: float[batch, columns, vocab] of its last columns.
+            logits: float[batch, columns, vocab].
         """
-        if not self.is_active:
-            return logits
-        first = tree.tokens.shape[1] - logits.shape[1]
-        trees = zip(self._rows, lengths.tolist(), tree.tokens.tolist(), tree.parents.tolist(), strict=True)
-        return self._masked(logits, [{} if own is None else own.masks(first, *each) for own, *each in trees])
+        return self._masked(logits, self._of_tree(lengths, tree, logits.shape[1]))
 
-    def _masked(self, logits: Tensor, masks: list[dict[int, Any]]) -> Tensor:
-        """Exclude tokens of float[batch, columns, vocab] logits, by the masks of some columns of each row."""
-        allowed = np.full((*logits.shape[:2], -(-self._vocab_size // 8)), 255, np.uint8)
+    def lay_out(self, lengths: Tensor, tree: TokenTree, most_nodes: int) -> None:
+        """Copy the masks of a tree's nodes to memory for at least ``most_nodes``, for ``verified`` to read."""
+        allowed = self._of_tree(lengths, tree, n := tree.tokens.shape[1])
+        if n > self._allowed.shape[1]:
+            self._allowed = allowed.new_empty(len(allowed), max(n, most_nodes), allowed.shape[2])
+        self._allowed[:, :n] = allowed
+
+    def verified(self, logits: Tensor) -> Tensor:
+        """Mask the target's float[batch, n, vocab] logits of the tree that was laid out; the host does nothing."""
+        return self._masked(logits, self._allowed[:, : logits.shape[1]]) if self.is_active else logits
+
+    def _of_tree(self, lengths: Tensor, tree: TokenTree, columns: int) -> Tensor:
+        """Return the masks of a tree's last columns, see ``_packed``."""
+        first = tree.tokens.shape[1] - columns
+        parts = (part.tolist() for part in downloaded([lengths, tree.tokens, tree.parents]))
+        trees = zip(self._rows, *parts, strict=True)
+        return self._packed([{} if own is None else own.masks(first, *each) for own, *each in trees], columns)
+
+    def _packed(self, masks: list[dict[int, Any]], columns: int) -> Tensor:
+        """Return uint8[batch, columns, bytes], a bit for each token, of masks of some columns of each row."""
+        allowed = np.full((len(masks), columns, -(-self._vocab_size // 32) * 4), 255, np.uint8)
         for row, own in enumerate(masks):
             for column, mask in own.items():
-                allowed[row, column] = mask
-        excluded = np.unpackbits(~allowed, axis=-1, count=self._vocab_size, bitorder="little").view(bool)
-        return torch.where(torch.from_numpy(excluded).to(logits.device), -torch.inf, logits)
+                allowed[row, column, : len(mask)] = mask
+        return upload([torch.from_numpy(allowed).view(torch.int32)], self._bits)[0].view(torch.uint8)
+
+    def _masked(self, logits: Tensor, allowed: Tensor) -> Tensor:
+        """Exclude tokens of float[batch, columns, vocab] logits, by the bits of masks."""
+        is_allowed = self._bits[allowed.int()].view(torch.bool)[..., : self._vocab_size]
+        return torch.where(is_allowed, logits, -torch.inf)
 
 
 class _Row:

@@ -1,7 +1,8 @@
 """How the device work of steps is launched: operation by operation, or as work that was captured once and is replayed.
 
 A step has three kinds of such work: a whole step, where the drafter is on the device; the target's part, on a tree that
-the host has laid out and that is copied to fixed tensors; and the part of a drafter on the host that is on the device.
+the host has laid out or reads for a grammar, and that is copied to fixed tensors; and the part of a drafter on the host
+that is on the device.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class Capture:
         num_replays: of all work.
         num_warm_ups: runs before a capture, and captures: their times are not those of replays.
         is_capturing: whether work is being captured, so that nothing runs.
-        is_paused: whether steps are launched operation by operation for now, as they need work of the host.
+        launches_drafts: whether work of drafters is launched operation by operation, as the host masks its logits.
     """
 
     lock: AbstractContextManager[Any] = nullcontext()
     num_replays = num_warm_ups = 0
-    is_capturing = is_paused = False
+    is_capturing = launches_drafts = False
 
     def step(self, run: DraftRun, key: tuple[Any, ...], work: StepWork, timer: StepTimer) -> LaunchedStep:
         """Launch a step, or the target's part of one.
@@ -118,8 +119,6 @@ class GraphCapture(Capture):
 
     def step(self, run: DraftRun, key: tuple[Any, ...], work: StepWork, timer: StepTimer) -> LaunchedStep:
         """Replay a step; it is timed as a whole, and divided between parts as the first replay was."""
-        if self.is_paused:
-            return work(timer)
         kind = self._kind(run, key, lambda: work(StepTimer(timer.device)))
         if kind.graph is None:
             return work(timer)
@@ -131,15 +130,13 @@ class GraphCapture(Capture):
 
     def part(self, run: DraftRun, key: tuple[Any, ...], work: Callable[[], Any]) -> Any:
         """Replay a drafter's work, whose result is read after the target's part of the step was replayed."""
-        if self.is_paused:
+        if self.launches_drafts:
             return work()
         kind = self._kind(run, key, work, separate_pool=True)
         return work() if kind.graph is None else self._replay(kind)
 
     def laid_out(self, draft: Draft, most_nodes: int, verifier: object) -> tuple[tuple[str, ...], Callable[[], Draft]]:
         """Copy a draft to fixed tensors of a few sizes."""
-        if self.is_paused:
-            return super().laid_out(draft, most_nodes, verifier)
         tokens = draft.tree.tokens
         if self._inputs is None:
             self._inputs = _DraftInputs(len(tokens), tokens.device)

@@ -14,6 +14,7 @@ from stree.decode.batch_token_rules import BatchTokenRules
 from stree.decode.grammar import CompiledGrammar
 from stree.decode.token_rules import TokenRules
 from stree.drafters import TreeProcessor
+from stree.kernels.dispatch import host_can_read
 from stree.kernels.step.texts import Seen, Texts
 from stree.tree import TokenTree
 
@@ -88,17 +89,23 @@ class TreeProcessing:
         self, processor: NodeProcessor | None, rules: BatchTokenRules | None = None,
         grammars: BatchGrammars | None = None,
     ) -> None:  # fmt: skip
-        self._processor, self._rules, self._grammars = processor, rules, grammars or BatchGrammars(0, 0)
+        self._processor, self._rules = processor, rules
+        self._grammars = grammars or BatchGrammars(0, 0, torch.device("cpu"))
 
     @classmethod
     def of(cls, processor: NodeProcessor | None, batch: int, vocab_size: int, device: torch.device) -> TreeProcessing:
         """Return the processing of a batch that has processors, rules and grammars."""
-        return cls(processor, BatchTokenRules(batch, vocab_size, device), BatchGrammars(batch, vocab_size))
+        return cls(processor, BatchTokenRules(batch, vocab_size, device), BatchGrammars(batch, vocab_size, device))
 
     @property
     def key(self) -> tuple[str, ...]:
         """Parts of the key of captured steps."""
-        return () if self._rules is None else self._rules.key
+        return (*(() if self._rules is None else self._rules.key), *("with a grammar",) * self.reads_trees)
+
+    @property
+    def reads_trees(self) -> bool:
+        """Whether the host reads each tree before it is verified, for the masks of a grammar."""
+        return self._grammars.is_active
 
     @property
     def problems(self) -> dict[int, Exception]:
@@ -128,9 +135,14 @@ class TreeProcessing:
         self._grammars.end(row)
 
     def advance(self, seen: Seen) -> bool:
-        """Take up the texts as a step finds them; return whether the host works within it, so that it is launched."""
+        """Take up the texts as a step finds them; return whether the host reads its tree: see ``lay_out``."""
         self._grammars.advance(seen)
-        return self._grammars.is_active
+        return self.reads_trees
+
+    def lay_out(self, seen: Seen, tree: TokenTree, most_nodes: int) -> None:
+        """Make the masks of a tree for ``target``, in memory for ``most_nodes`` or more, where the host reads trees."""
+        if self.reads_trees:
+            self._grammars.lay_out(seen.lengths, tree, most_nodes)
 
     def first(self, texts: Texts, rows: Tensor, logits: Tensor) -> Tensor:
         """Process float[count, vocab] logits of what follows the prompts of int64[count] rows."""
@@ -148,12 +160,13 @@ class TreeProcessing:
     def target(self, seen: Seen, tree: TokenTree, logits: Tensor) -> Tensor:
         """Process the target's logits, float[batch, n, vocab], of trees that begin with the pending tokens.
 
-        A node whose token its parent's processed distribution excludes is left as it is: the target cannot accept it,
-        so the processor is not called with a text that it has excluded.
+        Trees that the host reads were laid out by ``lay_out``.  A node whose token its parent's processed distribution
+        excludes is left as it is: the target cannot accept it, so the processor is not called with a text that it has
+        excluded.
         """
         if self._rules is not None:
             logits = self._rules(seen.tokens, seen.lengths, tree, logits)
-        logits = self._grammars(seen.lengths, tree, logits)
+        logits = self._grammars.verified(logits)
         if self._processor is None:
             return logits
         return _process(self._processor, seen.tokens, seen.lengths, tree, logits, is_target=True)
@@ -168,7 +181,7 @@ class TreeProcessing:
             if rules is not None and rules.parts:
                 logits = _unless_none_is_left(rules(seen.tokens, seen.lengths - 1, tree, logits), logits)
             if grammars.is_active:
-                logits = _unless_none_is_left(grammars(seen.lengths - 1, tree, logits), logits)
+                logits = _unless_none_is_left(grammars.drafted(seen.lengths - 1, tree, logits), logits)
             if processor is None:
                 return logits
             return _process(processor, seen.tokens, seen.lengths - 1, tree, logits, is_target=False)
@@ -190,13 +203,18 @@ class TreeProcessing:
             whose = f"{whose}, or its grammar," if self._grammars.is_active else whose
             raise ValueError(f"{whose} leaves no token to draw in rows {rows[is_end].unique().tolist()}")
 
-    def refuse_path_ends(self, logits: Tensor, path: Tensor, lengths: Tensor) -> None:
+    def refuse_path_ends(self, logits: Tensor, path: Tensor, lengths: Tensor, report: Tensor) -> None:
         """Likewise for the nodes of trees that are kept: the first int32[batch] of int32[batch, m] paths.
+
+        Where the host cannot read the logits of a grammar, the last column of the step's report says so instead.
 
         Raises:
             ValueError: there is one.
         """
-        if self._processor is not None or self._grammars.is_active:
+        if self._processor is None and self.reads_trees and not host_can_read(logits):
+            is_end = _leaves_none(logits).gather(1, path.clamp(min=0).long())
+            report[:, -1] |= (is_end & (torch.arange(path.shape[1], device=path.device) < lengths[:, None])).any(1)
+        elif self._processor is not None or self.reads_trees:
             rows, places = (torch.arange(path.shape[1], device=path.device) < lengths[:, None]).nonzero(as_tuple=True)
             self.refuse_ends(logits[rows, path[rows, places].long()], rows)
 

@@ -1,8 +1,8 @@
 """One decode step on the device: propose, verify, accept, commit, emit, observe.
 
-Nothing here reads the device.  What a step leaves for the next one is in tensors that are written in place, stop tokens
-and lengths are checked on the device, and the host reads a step's tokens later.  So a step can be captured once and
-replayed: see ``capture``.
+Nothing here reads the device, except the tree before it is verified under a grammar.  What a step leaves for the next
+one is in tensors that are written in place, stop tokens and lengths are checked on the device, and the host reads a
+step's tokens later.  So a step can be captured once and replayed: see ``capture``.
 """
 
 from __future__ import annotations
@@ -92,15 +92,16 @@ class DecodeStep:
         with self.capture.lock:  # a replay overwrites what another thread's has not copied yet
             timer, num_warm_ups = StepTimer(self.state.lengths.device), self.capture.num_warm_ups
             self.seen.update(self.texts)
-            self.capture.is_paused = self.processing.advance(self.seen)
+            self.capture.launches_drafts = reads_tree = self.processing.advance(self.seen)
             num_calls = self._let_draft(self.run.prepare, self.seen, budget) or 0
             run, draft = self.run, None
             key: tuple[Any, ...] = f"budget {budget}", growth
             propose: Callable[[], Draft] = partial(self._let_draft, run.propose, self.seen.pending, growth, budget)
-            if not run.is_on_device:
+            if not run.is_on_device or reads_tree:
                 draft = self._limited(propose() or self.run.propose(self.seen.pending, None, 1))
                 timer.lap("draft_s")
                 key, propose = self.capture.laid_out(draft, self.state.max_nodes, self.verifier)
+                self.processing.lay_out(self.seen, propose().tree, self.state.max_nodes)
             work = partial(self._work, propose, observes=draft is None, needs_logits=wanted.needs_logits)
             key = *key, *self.processing.key, *("with logits of the path",) * wanted.needs_logits
             step = self.capture.step(run, key, work, timer)
@@ -141,7 +142,7 @@ class DecodeStep:
         timer.lap("accept_s")
         # A text that ends within the path is committed up to its last token, which is pending.
         lengths = lengths.minimum(report[:, -3].int())
-        self.processing.refuse_path_ends(logits, acceptance.path, lengths)
+        self.processing.refuse_path_ends(logits, acceptance.path, lengths, report)
         self.lm.commit(self.state, acceptance.path, lengths)
         timer.lap("commit_s")
         path_logits = on_path(logits, acceptance.path) if needs_logits else None
@@ -152,7 +153,7 @@ class DecodeStep:
             self._let_draft(self.run.observe, acceptance)
             timer.lap("draft_s")
         draft = draft if self._is_debug else replace(draft, probs=None, grown=None)  # a graph keeps what is returned
-        path, kept = (path_logits, raw_path_logits, report), logits if self._is_debug else None
+        kept, path = logits if self._is_debug else None, (path_logits, raw_path_logits, report)
         return LaunchedStep(draft, acceptance, *path, timer, logits=kept, path_probs=probs)
 
     def _limited(self, draft: Draft) -> Draft:

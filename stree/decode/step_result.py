@@ -108,7 +108,7 @@ class StepResult:
 
     Attributes:
         report: int64[batch, m + 3]: up to m emitted tokens, their number, the nodes committed, and 1 where the last
-            node's logits define no distribution.
+            node's logits define no distribution, or a grammar leaves a node's none.
         timer: times of its parts.
         num_nodes: nodes of a tree, padding included.
         num_calls: forward passes of a draft model.
@@ -135,14 +135,15 @@ class StepResult:
         """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed.
 
         Raises:
-            ValueError: the target's logits are NaN, or +inf where tokens are sampled.
+            ValueError: the target's logits are NaN, +inf where tokens are sampled, or left without a token.
         """
         if self.arrival is not None:
             self.arrival.synchronize()
         rows = self.report.tolist()
         unusable = [number for number, row in enumerate(rows) if row[-1]]
         if unusable:
-            raise ValueError(f"the target's logits are NaN, or infinite where tokens are sampled, in rows {unusable}")
+            what = "are NaN, infinite where tokens are sampled, or, with a grammar, leave no token to draw"
+            raise ValueError(f"the target's logits {what} in rows {unusable}")
         return [row[: row[-3]] for row in rows], [row[-2] for row in rows]
 
 

@@ -21,6 +21,7 @@ from transformers import LogitsProcessorList
 
 import stree
 from stree import Grammar, Sampling, TokenTree
+from stree.decode.batch_grammars import BatchGrammars
 from stree.decode.logits_processors import TreeProcessing
 from stree.decode.token_rules import TokenRules
 from stree.drafters import FusedDrafter, NoDrafter, SuffixDrafter
@@ -55,6 +56,7 @@ def test_every_node_may_be_followed_by_what_its_own_text_allows() -> None:
             drawn = torch.where(tree.is_padding, 0, tree.tokens % 4)  # some of them letters that may follow
             drawn[:, 0] = torch.tensor([text[-1] for text in texts])
             tree, logits = TokenTree(drawn, tree.parents), torch.randn(3, 12, vocab)
+            process.lay_out(seen, tree, 12)
             found, before = process.target(seen, tree, logits), logits.clone()
             for row, pattern in enumerate(patterns):
                 for node in real_nodes(tree, row):
@@ -199,18 +201,37 @@ def test_a_stream_and_choices_and_lark() -> None:
     assert ebnf.new_tokens == [[2, 1, 2]]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("drafts", ["suffix", "model", "fused"])
-def test_captured_steps_are_launched_for_a_grammar_and_replayed_after_it(
-    drafts: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("drafts", "sampled"),
+    slow_unless(
+        lambda *case: case == ("none", False),
+        [(drafts, sampled) for drafts in ("none", "suffix", "model", "fused") for sampled in (False, True)],
+    ),
+)
+def test_captured_steps_are_replayed_with_and_without_a_grammar(
+    drafts: str, sampled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [stree.generate(launched(), PROMPTS, **way(drafts), **options(own)) for own in ([None] * 3, MIXED)]
-    lm, replays = captured(monkeypatch), []
-    for which in (0, 0, 1, 0, 0):
-        found = stree.generate(lm, PROMPTS, **way(drafts), **options(([None] * 3, MIXED)[which]))
-        assert found.sequences == expected[which].sequences
-        replays.append(found.stats["graphs"]["replays"])
-    assert replays[4] > replays[2], "a grammar's steps are not replayed while it runs"
+    ways: list[list[str | None]] = [[None] * 3, MIXED, [PATTERNS[1], PATTERNS[0], None]]
+    given = [{**way(drafts), **options(own, sampling=Sampling(0.8 * sampled)), "max_batch": 2} for own in ways]
+    expected = [stree.generate(launched(), PROMPTS, **own) for own in given]
+    assert expected[1].sequences != expected[0].sequences != expected[2].sequences
+    lm = captured(monkeypatch)
+    for which in (0, 1, 1, 2, 0):  # one graph serves both grammars
+        found = stree.generate(lm, PROMPTS, **given[which])
+        assert found.sequences == expected[which].sequences and found.stats["tau"] == expected[which].stats["tau"]
+        assert not found.stats["graphs"]["not_captured"]
+        if which == 2:
+            assert found.stats["graphs"]["replays"] >= found.stats["steps"] - 2
+    monkeypatch.setattr(BatchGrammars, "lay_out", lambda *_: None)
+    assert stree.generate(lm, PROMPTS, **given[1]).sequences != expected[1].sequences, "masks are an input"
+
+
+def test_a_captured_step_that_leaves_no_token_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"grammar": Grammar.regex("(ab){4}c"), "tokenizer": TOKENIZER, "drafter": NoDrafter()}
+    lm = captured(monkeypatch)
+    assert stree.generate(lm, PROMPTS[:1], **given).new_tokens[0][:9] == [1, 2] * 4 + [3]
+    with pytest.raises(stree.GenerationError, match=r"with a grammar, leave no token to draw in rows \[0\]"):
+        stree.generate(lm, PROMPTS[:1], allowed_token_ids=[1, 2], **given)
 
 
 BYTES, NUMBERS, ONE, TEXT = (cast(Any, value) for value in (b"a", [1], 1, "a+"))

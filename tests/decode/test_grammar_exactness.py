@@ -76,6 +76,7 @@ def emitted(
             draft = run.propose(pending, bound, budget)
             logits = target.logits[draft.tree.tokens]
             if masks_target:
+                processing.lay_out(seen, draft.tree, budget)
                 logits = processing.target(seen, draft.tree, logits)
             probs = None if verifier == "match" else draft.probs
             accepted = accept(draft.tree, logits, sampling, rng.at(lengths), probs, verifier, draft.max_depth)
