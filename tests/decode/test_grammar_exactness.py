@@ -5,20 +5,24 @@ Run: python -m pytest tests/decode/test_grammar_exactness.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from helpers.exact_growths import GROWTHS, RULES, WAYS
 from helpers.fast_cases import slow_unless
 from helpers.grammars import END, letters_tokenizer, masked, regular
+from helpers.tiny_heads import target_and_block_head
 from torch import Tensor
 
-from stree import Sampling
+from stree import Sampling, drafters
 from stree.decode.grammar import CompiledGrammar, Grammar, GrammarEnd
 from stree.decode.logits_processors import TreeProcessing
 from stree.decode.token_rules import TokenRules
-from stree.drafters import Drafter, FusedDrafter, SuffixDrafter
-from stree.growth import RSDC, RSDS, Calibrated, Chain, Growth, Sequoia, SpecInfer, Static
+from stree.drafters import Drafter, FusedDrafter, HeadDrafter, NoDrafter, SuffixDrafter
+from stree.growth import Chain, Growth, Static
 from stree.kernels.step.texts import Seen
 from stree.sampling import Random
 from stree.testing.enumeration import EXACT, emitted_by, total_variation
@@ -109,62 +113,77 @@ def compiled(pattern: str) -> CompiledGrammar:
     return Grammar.regex(pattern).compile(letters_tokenizer(), VOCAB, ends, ends)
 
 
-Case = tuple[str, Growth | None, int, str]
-QUICK: list[Case] = [("model", Chain(1), 2, "rejection"), ("model", Static([2]), 3, "traversal")]
-OTHERS: list[Case] = [
-    ("model", Chain(2), 3, "rejection"),
-    ("model", Chain(2), 3, "block"),
-    ("model", Chain(2), 3, "traversal"),
-    ("model", Static([2]), 3, "rejection"),
-    ("model", Chain(1), 2, "match"),
-    ("model", Static([2]), 3, "match"),
-    ("suffix", None, 2, "match"),
-    ("fused", Chain(1), 3, "traversal"),
-    ("model", Calibrated(depth=1, ranks=2), 3, "traversal"),
-]
-GROWTHS: list[Growth] = [RSDC([2]), RSDS(2, 1), SpecInfer([2]), Sequoia(depth=1)]
-CASES = [(case, PATTERNS[0]) for case in QUICK]
-SLOW = [(case, pattern) for pattern in PATTERNS for case in [*QUICK, *OTHERS] if (case, pattern) not in CASES]
-EVERY = [
-    (("model", growth, 3, verifier), PATTERNS[1])
-    for growth in GROWTHS
-    for verifier in ("match", "rejection", "traversal")
-]
+class Head(Drafter):
+    """A one-shot head of random weights whose runs read the same hidden states everywhere."""
+
+    def __init__(self) -> None:
+        head = target_and_block_head("llama", "dflash", VOCAB, torch.float64)[1]
+        self.drafter, shape = HeadDrafter(head), (1, 1, len(head.hidden_layers), head.num_features)
+        self.hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).double()
+
+    def start(self, vocab_size: int, prompts: Any, rng: Random) -> Any:
+        run = self.drafter.start(vocab_size, prompts, rng)
+        run.read_prompts(range(len(prompts)), self.hidden.expand(len(prompts), -1, -1, -1))
+        observe = run.observe
+        run.observe = lambda acceptance: observe(  # type: ignore[method-assign]
+            replace(acceptance, hidden=self.hidden.expand(*acceptance.path.shape, -1, -1))
+        )
+        return run
 
 
-def distance(case: Case, pattern: str, **masks: bool) -> float:
+# Of each kind with all growths and verifiers, but those that use no growth with the verifiers alone.
+KINDS: dict[str, Callable[[TableModel], Drafter]] = {
+    "model": table_drafter,
+    "head": lambda table: Head(),
+    "fused": lambda table: FusedDrafter(table_drafter(table), SuffixDrafter()),
+    "suffix": lambda table: SuffixDrafter(),
+    "none": lambda table: NoDrafter(),
+}
+TOP_2 = Sampling(0.8, top_k=2)  # of what the grammar allows; with fewer outcomes, all ways are quick
+Case = tuple[str, Growth | None, int, str]  # kind of drafter, growth, budget, verifier
+QUICK: list[tuple[Case, Sampling]] = [
+    (("model", Chain(1), 2, "rejection"), Sampling(0.8)), (("model", Static([2]), 3, "traversal"), TOP_2),
+]  # fmt: skip
+EVERY = [(kind, *way) for kind in ("model", "head", "fused") for way in WAYS]
+EVERY += [(kind, "none", rule) for kind in ("suffix", "none") for rule in RULES if rule != "block"]
+
+
+def in_ci(kind: str, name: str, verifier: str) -> bool:
+    """Whether CI runs it: trees of MATCH are slow to enumerate, and it does not depend on how they were drawn."""
+    return verifier != "match" or name in ("chain", "static", "calibrated", "none")
+
+
+def distance(case: Case, pattern: str, sampling: Sampling = TOP_2, **masks: bool) -> float:
     """Return the total variation between what steps emit and the masked distribution."""
     kind, growth, budget, verifier = case
     target, draft = TableModel.random(VOCAB, 3), TableModel.random(VOCAB, 103)
-    drafter: Drafter = SuffixDrafter() if kind == "suffix" else table_drafter(draft)
-    drafter = FusedDrafter(drafter, SuffixDrafter()) if kind == "fused" else drafter
-    found = emitted(target, drafter, growth, budget, Sampling(0.8), verifier, compiled(pattern), **masks)
-    return total_variation(found, expected(target, pattern, Sampling(0.8)))
+    found = emitted(target, KINDS[kind](draft), growth, budget, sampling, verifier, compiled(pattern), **masks)
+    return total_variation(found, expected(target, pattern, sampling))
 
 
-def name_of(value: Any) -> str:
-    """Name a case in the list of tests."""
-    return value if isinstance(value, str) else f"{value[0]}-{type(value[1]).__name__}-{value[3]}"
+@pytest.mark.parametrize(("case", "sampling"), QUICK, ids=["chain", "siblings"])
+def test_texts_have_the_masked_distribution(case: Case, sampling: Sampling) -> None:
+    assert distance(case, PATTERNS[0], sampling) < EXACT
 
 
-def _in_ci(case: Case, pattern: str) -> bool:
-    return case[3] != "match" and SLOW.index((case, pattern)) % 4 == 0
+@pytest.mark.parametrize(("kind", "name", "verifier"), slow_unless(lambda *_: False, EVERY, in_ci=in_ci))
+def test_so_they_have_with_every_drafter_growth_and_verifier(kind: str, name: str, verifier: str) -> None:
+    growth, budget = GROWTHS.get(name, (None, 3))
+    pattern = PATTERNS[EVERY.index((kind, name, verifier)) % len(PATTERNS)]
+    assert distance((kind, growth, budget, verifier), pattern) < EXACT
 
 
-SLOW_CASES = [
-    *slow_unless(lambda *_: False, SLOW, in_ci=_in_ci),
-    *slow_unless(lambda *_: False, EVERY, in_ci=lambda *one: False),
-]
+@pytest.mark.parametrize("kind", slow_unless("model".__eq__, KINDS))
+def test_masks_of_any_drafter_alone_are_not_enough(kind: str) -> None:
+    assert distance((kind, Chain(1), 2, "traversal"), PATTERNS[0], Sampling(0.8), masks_target=False) > 0.1
 
 
-@pytest.mark.parametrize(("case", "pattern"), [*CASES, *SLOW_CASES], ids=name_of)
-def test_texts_have_the_masked_distribution(case: Case, pattern: str) -> None:
-    assert distance(case, pattern) < EXACT
+def test_no_kind_of_drafter_is_left_out() -> None:
+    public = [getattr(drafters, name) for name in drafters.__all__]
+    kinds = {one for one in public if isinstance(one, type) and issubclass(one, Drafter)} - {Drafter}
+    made = [make(TableModel.random(VOCAB, 1)) for make in KINDS.values()]
+    assert kinds == {type(one.drafter if isinstance(one, Head) else one) for one in made}
 
 
 def test_so_they_have_with_a_drafter_that_knows_no_grammar() -> None:
-    assert distance(QUICK[0], PATTERNS[0], masks_draft=False) < EXACT
-
-
-def test_masks_of_the_drafter_alone_are_not_enough() -> None:
-    assert distance(QUICK[0], PATTERNS[0], masks_target=False) > 0.1
+    assert distance(QUICK[0][0], PATTERNS[0], Sampling(0.8), masks_draft=False) < EXACT

@@ -10,6 +10,7 @@ import itertools
 import os
 
 import pytest
+from helpers.exact_growths import GROWTHS, WAYS
 from helpers.text_enumeration import joint_of_loop, joint_of_steps
 
 from stree import growth as growths
@@ -17,32 +18,12 @@ from stree.growth import Growth
 from stree.testing import check_growth
 from stree.testing.enumeration import EXACT, PLAIN, drafts_of, strings_of, total_variation
 from stree.testing.tables import PAIRS, table_drafter
-from stree.verify import VERIFIERS
 
 VOCAB, LENGTH, SEEDS = 4, 4, 12
 IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
 
-GROWTHS: dict[str, tuple[Growth, int]] = {
-    "chain": (growths.Chain(2), 3),
-    "static": (growths.Static([1, 2]), 4),
-    "parents": (growths.Static([-1, 0, 0, 2]), 4),
-    "rsdc": (growths.RSDC([3]), 4),
-    "sequoia": (growths.Sequoia(depth=2, rates=(0.5, 0.2)), 4),
-    "dyspec": (growths.DySpec(depth=2, ranks=2), 4),
-    "dyspec-by-heap": (growths.DySpec(form="heap"), 3),
-    "calibrated": (growths.Calibrated(depth=2, ranks=2), 4),
-    "specinfer": (growths.SpecInfer([1, 2]), 4),
-    "rsds": (growths.RSDS(2, 2), 5),
-    "opt-tree": (growths.OptTree(depth=2), 4),
-    "eagle2": (growths.Eagle2(depth=2, beam=2), 4),
-    "depth-stop": (growths.DepthStop(growths.DySpec(depth=2, ranks=2), threshold=-0.5, layers=None), 4),
-    "decision-stop": (growths.DecisionStop(growths.Static([1, 2]), weights=[[[100.0, *[0.0] * 10, -60.0]]]), 4),
-    "stopped": (growths.Stopped(growths.Static([1, 2]), growths.Confidence(0.5)), 4),
-}
 # MATCH does not depend on how a tree was drawn, and its enumeration is slow.
 MATCHED = ("chain", "static", "calibrated")
-RULES = [name for name in VERIFIERS if name != "auto"]  # which is one of the others
-WAYS = [way for way in itertools.product(GROWTHS, RULES) if way[1] != "block" or way[0] == "chain"]
 CHECKED = [name if name == "stopped" else pytest.param(name, marks=pytest.mark.slow) for name in GROWTHS]
 QUICK = [way for way in WAYS if way[1] != "match" or way[0] in MATCHED][::2]
 
