@@ -10,7 +10,6 @@ way, as a share of the tokens so far.  At the end, sums of tokens and prompts mu
 from __future__ import annotations
 
 import asyncio
-import json
 import statistics
 import time
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import httpx
 
 from benchmarks.report import command_line, finish
-from benchmarks.serving.load import requests, served
+from benchmarks.serving.load import events, read_metrics, requests, served
 from stree.bench.records import Record
 
 EMPTY = {"tokens": 0, "prompt_tokens": 0}
@@ -26,20 +25,16 @@ EMPTY = {"tokens": 0, "prompt_tokens": 0}
 
 async def stream(client: httpx.AsyncClient, body: dict[str, Any], counts: dict[str, int]) -> None:
     """Read a stream, and count its tokens as they come, and those of its prompt."""
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            chunk = json.loads(line[6:])
-            for choice in chunk["choices"]:
-                counts["tokens"] += len((choice["logprobs"] or {"tokens": ()})["tokens"])
-            counts["prompt_tokens"] += (chunk.get("usage") or {}).get("prompt_tokens", 0)
+    async for chunk in events(client, "/v1/completions", body):
+        for choice in chunk["choices"]:
+            counts["tokens"] += len((choice["logprobs"] or {"tokens": ()})["tokens"])
+        counts["prompt_tokens"] += (chunk.get("usage") or {}).get("prompt_tokens", 0)
 
 
 async def scraped(client: httpx.AsyncClient) -> dict[str, float]:
     """Read the counters."""
-    lines = (await client.get("/metrics")).text.splitlines()
-    named = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:")}
+    found = read_metrics((await client.get("/metrics")).text).items()
+    named = {name.partition("{")[0]: value for name, value in found}
     return {"tokens": named["vllm:generation_tokens_total"], "prompt_tokens": named["vllm:prompt_tokens_total"]}
 
 

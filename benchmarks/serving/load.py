@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -73,19 +73,31 @@ def requests(seed: int) -> list[dict[str, Any]]:
     return made
 
 
-async def chunks(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[str]:
-    """Yield the pieces of a stream."""
-    async with client.stream("POST", f"{url}/v1/completions", json=body) as response:
+async def events(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any]]:
+    """Yield the events of a stream."""
+    async with client.stream("POST", url, json=body) as response:
         if response.status_code != 200:
             raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                yield json.loads(line[6:])["choices"][0]["text"]
+                yield json.loads(line[6:])
 
 
-def generated(pair: Pair, body: dict[str, Any], **options: Any) -> str:
-    """Return the text of a request by ``stree.generate``."""
-    ids = pair.tokenizer(body["prompt"])["input_ids"]
+async def chunks(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[str]:
+    """Yield the pieces of a streamed completion."""
+    async for event in events(client, f"{url}/v1/completions", body):
+        yield event["choices"][0]["text"]
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """Return the values of a server's own metrics by name and labels."""
+    parts = (line.rpartition(" ") for line in text.splitlines() if line.startswith("vllm:"))
+    return {name: float(value) for name, _, value in parts}
+
+
+def generated(pair: Pair, body: dict[str, Any], ids: list[int] | None = None, **options: Any) -> str:
+    """Return the text of a request by ``stree.generate``; ``ids`` are its prompt where it is no completion."""
+    ids = pair.tokenizer(body["prompt"])["input_ids"] if ids is None else ids
     sampling = Sampling(body["temperature"], body.get("top_k"), body.get("top_p"))
     options |= {"budget": NODES, "sampling": sampling, "seed": body["seed"], "max_new_tokens": body["max_tokens"]}
     out = stree.generate(pair.target, [ids], pair.drafter, **options)

@@ -1,12 +1,13 @@
 """Mixed load on ``stree serve`` for a long time, with clients that are killed; prints one JSON line.
 
-Run: nice python -m benchmarks.serving.soak [--minutes 30] [--out benchmarks/results/serving/soak.jsonl]
+Run: nice python -m benchmarks.serving.soak [--minutes 30] [--processes 4] [--out benchmarks/results/serving/soak.jsonl]
 
-Processes of clients ask for completions, chats and responses, whole and as streams, greedy and sampled, and leave a
-fifth of them before their end.  Every 20 seconds one process is killed by SIGKILL and another takes its place.  Every
-finished text is compared with the one that ``stree.generate`` gives for the same prompt alone, and at the end none of
-the server's rows may be in use.  The server's resident memory is read every second; its slope is that of a line through
-the second half, and each half's slope is recorded, since memory grows at first as caches of all kinds fill.
+Processes of clients ask for completions of texts and of tokens, chats, responses, JSON and tool calls, whole and as
+streams, greedy and sampled, and leave a fifth of them before their end.  Every 20 seconds one process is killed by
+SIGKILL and another takes its place.  Every finished text is compared with the one that ``stree.generate`` gives for the
+same request alone, under the same grammar, and at the end none of the server's rows may be in use.  The server's
+resident memory is read every second; its slope is that of a line through the second half, and each half's slope is
+recorded, since memory grows at first as caches of all kinds fill.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,46 +31,77 @@ import psutil
 
 import stree
 from benchmarks.report import command_line, finish
-from benchmarks.serving.load import NODES, requests, served
+from benchmarks.serving.load import NODES, events, generated, read_metrics, requests, served
 from stree.bench.pair import Pair
 from stree.bench.records import Record
-from stree.sampling import Sampling
+from stree.tool_calls import TOOL_FORMATS, calls_lark
 
 FORKED = multiprocessing.get_context("fork")
 KILL_S, READ_S = 20.0, 1.0  # between kills of a process of clients, and between readings of memory
 LEAVING = 0.2  # share of requests that a client leaves
-KINDS = ("completions", "chat/completions", "responses")
+KINDS = {"completion": "completions", "tokens": "completions", "chat": "chat/completions", "response": "responses"}
+KINDS |= {"json": "chat/completions", "tools": "chat/completions"}
+CITY: dict[str, Any] = {
+    "type": "object", "properties": {"city": {"enum": ["Oslo", "Bergen", "Bodø"]}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"], "additionalProperties": False,
+}  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": CITY}}
+TOOL_FIELDS = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+JSON_FIELDS = {"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}}
 
 
-def mixed() -> list[tuple[str, dict[str, Any]]]:
-    """Make paths and bodies of requests of all kinds, each whole and as a stream."""
-    bodies = []
-    for number, body in enumerate(requests(0)):
-        kind, prompt = KINDS[number % 3], body["prompt"]
-        body = {**body, "stream": number // 3 % 2 == 0}
-        if kind != "completions":
-            del body["prompt"]
-            body |= {"messages": [{"role": "user", "content": prompt}]} if "chat" in kind else {"input": prompt}
-        if kind == "responses":
-            body["max_output_tokens"] = body.pop("max_tokens")
-        bodies.append((f"/v1/{kind}", body))
-    return bodies
+@dataclass(frozen=True)
+class Asked:
+    """A request.
+
+    Attributes:
+        kind: one of KINDS.
+        body: of it.
+        text: of its answer.
+    """
+
+    kind: str
+    body: dict[str, Any]
+    text: str
 
 
-def expected_text(pair: Pair, body: dict[str, Any]) -> str:
-    """Return the text of a request by ``stree.generate``."""
-    prompt = body.get("prompt")
-    if prompt is None:
-        messages = body.get("messages") or [{"role": "user", "content": body["input"]}]
-        prompt = pair.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = pair.tokenizer(prompt)["input_ids"]
-    out = stree.generate(
-        pair.target, [ids], pair.drafter, budget=NODES, seed=body["seed"],
-        sampling=Sampling(body["temperature"], body.get("top_k"), body.get("top_p")),
-        max_new_tokens=body.get("max_tokens") or body["max_output_tokens"],
-    )  # fmt: skip
-    whole: str = pair.tokenizer.decode(out.sequences[0], skip_special_tokens=True)
-    return whole[len(pair.tokenizer.decode(ids)) :]
+def save_tokenizer(pair: Pair, folder: Path) -> None:
+    """Save the pair's tokenizer with a template that asks for tool calls; the pair's own gets it, too."""
+    pair.tokenizer.chat_template = f"{pair.tokenizer.chat_template}{{# <tool_call> #}}"
+    pair.tokenizer.save_pretrained(folder)
+
+
+def mixed(pair: Pair) -> list[Asked]:
+    """Make requests of all kinds, each whole and as a stream, with the texts that ``stree.generate`` gives for them."""
+    return [
+        asked(pair, [*KINDS][number % len(KINDS)], {**body, "stream": number // len(KINDS) % 2 == 0})
+        for number, body in enumerate(requests(0))
+    ]
+
+
+def asked(pair: Pair, kind: str, body: dict[str, Any]) -> Asked:
+    """Make a request of a kind from one for a completion."""
+    words, grammar = body.pop("prompt"), None
+    messages, ids = [{"role": "user", "content": words}], pair.tokenizer(words)["input_ids"]
+    if kind not in ("completion", "tokens"):
+        ids = pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    if kind == "json":
+        grammar = stree.Grammar.json_schema(CITY)
+    if kind == "tools":
+        grammar = stree.Grammar.lark(calls_lark(TOOL_FORMATS["hermes"], {"weather": CITY}, (), is_one=True))
+    if grammar is not None:
+        body["max_tokens"] = 120  # so that every document ends
+    text = generated(pair, body, ids, grammar=grammar, tokenizer=pair.tokenizer)
+    if kind == "tools":
+        call = json.loads(text.removeprefix("<tool_call>").removesuffix("</tool_call>"))
+        text = call["name"] + json.dumps(call["arguments"], ensure_ascii=False)
+    if kind == "response":
+        body["max_output_tokens"] = body.pop("max_tokens")
+    fields: dict[str, dict[str, Any]] = {
+        "completion": {"prompt": words}, "tokens": {"prompt": ids}, "response": {"input": words},
+        "json": {"messages": messages, **JSON_FIELDS}, "tools": {"messages": messages, **TOOL_FIELDS},
+    }  # fmt: skip
+    return Asked(kind, body | fields.get(kind, {"messages": messages}), text)
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -82,49 +116,48 @@ def text_of(answer: dict[str, Any]) -> str:
     return str(answer["delta"]) if answer.get("type") == "response.output_text.delta" else ""
 
 
-async def received(client: httpx.AsyncClient, path: str, body: dict[str, Any], most: int) -> str | None:
+async def received(client: httpx.AsyncClient, one: Asked, most: int) -> str | None:
     """Ask for a text; return it, or None after ``most`` lines of a stream, when the client leaves."""
-    async with client.stream("POST", path, json=body) as response:
+    path = f"/v1/{KINDS[one.kind]}"
+    if not one.body["stream"]:
+        response = await client.post(path, json=one.body)
         if response.status_code != 200:
-            raise RuntimeError(f"{response.status_code}: {(await response.aread()).decode()}")
-        if not body["stream"]:
-            return text_of(json.loads(await response.aread()))
-        pieces = list[str]()
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                pieces.append(text_of(json.loads(line[6:])))
-                if len(pieces) == most:
-                    return None
-        return "".join(pieces)
+            raise RuntimeError(f"{response.status_code}: {response.text}")
+        return text_of(response.json())
+    pieces = list[str]()
+    async with aclosing(events(client, path, one.body)) as stream:
+        async for piece in stream:
+            pieces.append(text_of(piece))
+            if len(pieces) == most:
+                return None
+    return "".join(pieces)
 
 
-async def one_client(client: httpx.AsyncClient, expected: Sequence[str], chooser: random.Random, out: Any) -> None:
+async def one_client(client: httpx.AsyncClient, all_asked: Sequence[Asked], chooser: random.Random, out: Any) -> None:
     """Ask for one text after the other, and write a line about each."""
-    bodies = mixed()
     while True:
         await asyncio.sleep(chooser.expovariate(2.0))
-        number, leaves = chooser.randrange(len(bodies)), chooser.random() < LEAVING
-        path, body = bodies[number]
+        one, leaves = chooser.choice(all_asked), chooser.random() < LEAVING
         try:
-            limit = chooser.uniform(0.05, 1.0) if leaves and not body["stream"] else None
+            limit = chooser.uniform(0.05, 1.0) if leaves and not one.body["stream"] else None
             async with asyncio.timeout(limit):
-                text = await received(client, path, body, 2 if leaves else 1 << 30)
-            said = "left" if text is None else "right" if text == expected[number] else f"different: request {number}"
+                text = await received(client, one, 2 if leaves else 1 << 30)
+            said = "left" if text is None else "right" if text == one.text else f"different, seed {one.body['seed']}"
         except TimeoutError:
             said = "left"
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-        print(said, file=out, flush=True)
+        print(f"{one.kind}: {said}", file=out, flush=True)
 
 
-def clients(url: str, count: int, expected: Sequence[str], seed: int, path: Path) -> None:
+def clients(url: str, count: int, all_asked: Sequence[Asked], seed: int, path: Path) -> None:
     """Run clients until this process is killed; what comes of their requests is appended to a file."""
 
     async def run() -> None:
         with path.open("a") as out:
-            async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=600) as client:
                 choosers = [random.Random(f"{seed} {number}") for number in range(count)]
-                await asyncio.gather(*(one_client(client, expected, chooser, out) for chooser in choosers))
+                await asyncio.gather(*(one_client(client, all_asked, chooser, out) for chooser in choosers))
 
     asyncio.run(run())
 
@@ -137,16 +170,17 @@ def slope(values: Sequence[float]) -> float:
 def soak(minutes: float, processes: int, each: int, folder: Path) -> Record:
     """Count what comes of the texts, and measure how the server's memory grows."""
     pair = Pair.load(device="cpu")
-    expected = [expected_text(pair, body) for _, body in mixed()]
+    save_tokenizer(pair, folder)
+    all_asked = mixed(pair)
     resident, num_killed, outcomes = list[float](), 0, folder / "outcomes.txt"
-    flags = ("--budget", f"{NODES}", "--max-batch", "8", "--max-queue", "1000", "--cache-mb", "64")
+    flags = {"budget": NODES, "max-batch": 8, "max-queue": 1000, "cache-mb": 64, "tokenizer": folder}
 
     def started(url: str) -> Any:
-        process = FORKED.Process(target=clients, args=(url, each, expected, random.randrange(1 << 30), outcomes))
+        process = FORKED.Process(target=clients, args=(url, each, all_asked, random.randrange(1 << 30), outcomes))
         process.start()
         return process
 
-    with served(*flags) as (url, server):
+    with served(*(part for name, value in flags.items() for part in (f"--{name}", f"{value}"))) as (url, server):
         running = [started(url) for _ in range(processes)]
         began = last_s = time.monotonic()
         while time.monotonic() < began + 60 * minutes:
@@ -166,7 +200,7 @@ def soak(minutes: float, processes: int, each: int, folder: Path) -> Record:
     half = len(resident) // 2
     return {
         "minutes": minutes, "clients": processes * each, "processes_killed": num_killed,
-        "texts": dict(Counter(outcomes.read_text().splitlines()).most_common(8)), "requests": requests_ended,
+        "texts": dict(sorted(Counter(outcomes.read_text().splitlines()).items())[:40]), "requests": requests_ended,
         "rows_free_at_end": is_free, "mb_per_hour": [slope(resident[:half]), slope(resident[half:])],
         "resident_mb": [round(float(np.median(part)) / 1e6, 1) for part in np.array_split(resident, 10)],
     }  # fmt: skip
@@ -175,12 +209,11 @@ def soak(minutes: float, processes: int, each: int, folder: Path) -> Record:
 def requests_of(url: str) -> dict[str, int]:
     """Return how many requests have ended, by their reasons, and how many run and wait, from the server's metrics."""
     found = {}
-    for line in httpx.get(f"{url}/metrics").text.splitlines():
-        name, _, value = line.rpartition(" ")
+    for name, value in read_metrics(httpx.get(f"{url}/metrics").text).items():
         if name.startswith("vllm:request_success_total"):
-            found[name.partition('finished_reason="')[2].partition('"')[0]] = int(float(value))
+            found[name.partition('finished_reason="')[2].partition('"')[0]] = int(value)
         elif name.startswith("vllm:num_requests_"):
-            found[name.partition("{")[0].removeprefix("vllm:num_requests_")] = int(float(value))
+            found[name.partition("{")[0].removeprefix("vllm:num_requests_")] = int(value)
     return found
 
 
