@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from benchmarks.report import command_line, finish
-from benchmarks.serving.load import served
+from benchmarks.serving.load import cpu_s, served
 from stree.bench.records import Record
 
 FORKED = multiprocessing.get_context("fork")
@@ -68,12 +68,6 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
-
-
-def cpu_s(process: psutil.Process) -> float:
-    """Return the seconds of CPU time of a process."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def measure(url: str, server: psutil.Process, path: str, rounds: int) -> Record:

@@ -1,10 +1,13 @@
 """Closed load on ``stree serve`` with the bundled pair, over HTTP on this machine; prints one JSON line.
 
-Run: python -m benchmarks.serving.load throughput [--rounds 9]
+Run: python -m benchmarks.serving.load {throughput,prefix} [--rounds 9]
 
-Tokens a second of one client and of eight, beside those of plain decoding; and of one client beside
+``throughput``: tokens a second of one client and of eight, beside those of plain decoding; and of one client beside
 ``stree.generate``, both with trees of a fixed size, so that what "auto" chooses makes no difference.  Rounds are
 interleaved; a text before each clock brings back the pages of a process that was idle, which some machines reclaim.
+
+``prefix``: seconds to the first token, and the server's seconds of CPU time until then, of a second chat with the same
+system prompt of 800 tokens over those of the first.
 """
 
 from __future__ import annotations
@@ -155,13 +158,59 @@ def throughput(rounds: int) -> Record:
     return {"tokens_per_s": {name: statistics.median(each) for name, each in kept.items()}, **ratios, "rounds": kept}
 
 
+async def first_piece(url: str, server: psutil.Process, system: str, user: str) -> dict[str, float]:
+    """Return the seconds of a chat until its first text, the server's of CPU time, and its prompt's tokens."""
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
+    body = {"model": "bundled", "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True}
+    found: dict[str, float] = {}
+    began, cpu_before = time.perf_counter(), cpu_s(server)
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+        options = {"stream_options": {"include_usage": True}, "ignore_eos": True}
+        async for event in events(client, "/v1/chat/completions", body | options):
+            if not found and event["choices"] and event["choices"][0]["delta"].get("content"):
+                found = {"first_s": time.perf_counter() - began, "cpu_s": cpu_s(server) - cpu_before}
+            if (usage := event.get("usage")) is not None:
+                found["prompt_tokens"] = usage["prompt_tokens"]
+                found["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def prefix(rounds: int) -> Record:
+    """Measure the first and the second chat of a system prompt, another one in each round; the first round warms up."""
+    found = []
+    with served("--max-length", "2048", "--budget", f"{NODES}", "--cache-mb", "256") as (url, server):
+        for number in range(rounds + 1):
+            words = random.Random(number).choices(WORDS.split(), k=1200)
+            count = next(k for k in range(400, 1200, 4) if num_tokens(url, words[:k]) >= 800)
+            users = "And what did she say about it?", "The river has a name. Which?"
+            found.append([asyncio.run(first_piece(url, server, " ".join(words[:count]), user)) for user in users])
+    ratios = {
+        name: [second[name] / max(first[name], 1e-3) for first, second in found[1:]] for name in ("first_s", "cpu_s")
+    }
+    medians = {f"{name}_second_over_first": statistics.median(each) for name, each in ratios.items()}
+    return {**medians, "rounds": found[1:]}
+
+
+def num_tokens(url: str, words: list[str]) -> int:
+    """Return the tokens of a text."""
+    count: int = httpx.post(f"{url}/tokenize", json={"prompt": " ".join(words)}).json()["count"]
+    return count
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """Return the seconds of CPU time of a process."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
 def main() -> None:
     """Run what is asked for."""
     parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("what", choices=("throughput",))
+    parser.add_argument("what", choices=("throughput", "prefix"))
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    finish([{"bench": "serving-throughput", **throughput(options.rounds)}], options.out)
+    measure = {"throughput": throughput, "prefix": prefix}[options.what]
+    finish([{"bench": f"serving-{options.what}", **measure(options.rounds)}], options.out)
 
 
 if __name__ == "__main__":
