@@ -47,7 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False), "functions": ([],),
     "function_call": ("none", "auto"), "documents": ([],), "web_search_options": (),
     "modalities": (["text"],), "audio": (), "verbosity": ("medium",), "reasoning_effort": (),
-    "include_reasoning": (True,), "separate_reasoning": (False,),
+    "enable_thinking": (), "include_reasoning": (True,), "separate_reasoning": (False,),
     "add_generation_prompt": (True,), "continue_final_message": (False,),
     "chat_template": (), "chat_template_kwargs": ({},), "mm_processor_kwargs": ({},), "truncate_prompt_tokens": (),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,),
@@ -179,17 +179,20 @@ def check_roles(messages: Sequence[Mapping[str, Any]], render: Callable[[list[di
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a request gives its chat template: ``chat_template_kwargs``, and ``reasoning_effort`` under its name.
+    """Return what a request gives its chat template: ``chat_template_kwargs``, and two fields under their own names.
 
     Raises:
-        FieldError: something else than an object, or one that names an argument of the tokenizer's own.
+        FieldError: something else than an object, or one that names an argument of the tokenizer's own; a field of
+            another type.
     """
     own = fields.get("chat_template_kwargs") or {}
     if not isinstance(own, dict) or OURS & own.keys():
         wanted = "chat_template_kwargs must be an object of the template's own variables"
         raise FieldError("chat_template_kwargs", f"{wanted}, got {shortened(own)}")
-    effort = fields.get("reasoning_effort")
-    return {**({} if effort is None else {"reasoning_effort": effort}), **own}
+    named = {name: fields[name] for name in ("reasoning_effort", "enable_thinking") if fields.get(name) is not None}
+    if not isinstance(named.get("enable_thinking", True), bool):
+        raise FieldError("enable_thinking", f"enable_thinking must be true or false, got {shortened(named)}")
+    return {**named, **own}
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ LIMITS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
 URLS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 INTEGERS = (*LIMITS, "top_k", "seed")
 NUMBERS = (*SAMPLING, *LIMITS, "seed")
-TEMPLATE = ("chat_template_kwargs", "reasoning_effort")
+TEMPLATE = ("chat_template_kwargs", "reasoning_effort", "enable_thinking")
 OWN = {"model", "prompt", "messages", "stop", *TEMPLATE, *NUMBERS, *RULE_FIELDS, *GRAMMAR_FIELDS}
 
 
@@ -129,9 +129,9 @@ def request_of(row: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         row: ``prompt`` (a text or token ids) or ``messages`` (turns of a chat) and, where it has its own,
             ``max_new_tokens`` (also ``max_tokens``, ``max_completion_tokens``), ``temperature``, ``top_k``, ``top_p``,
-            ``min_p``, ``seed``, ``stop``, ``chat_template_kwargs``, ``reasoning_effort`` and the fields of
-            ``rule_fields`` and ``grammar_fields``; or these in a ``body``, as an object or its JSON.  Other fields of a
-            row are not read; a body with others that decide the text is refused.
+            ``min_p``, ``seed``, ``stop``, ``chat_template_kwargs``, ``reasoning_effort``, ``enable_thinking``
+            and the fields of ``rule_fields`` and ``grammar_fields``; or these in a ``body``, as an object or its JSON.
+            Other fields of a row are not read; a body with others that decide the text is refused.
 
     Returns:
         A JSON-able dict of ``prompt`` or ``messages``, and of the options that the row has, under the names of
@@ -196,7 +196,8 @@ def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"a row must have a prompt or messages, got {which}")
     if messages is not None:
         template_options(fields)
-        return {"messages": chat_messages(messages), **{name: fields[name] for name in TEMPLATE if fields.get(name)}}
+        options = {name: fields[name] for name in TEMPLATE if fields.get(name) not in (None, {})}
+        return {"messages": chat_messages(messages), **options}
     is_tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
     if not is_tokens and not isinstance(prompt, str):
         raise TypeError(f"prompt must be a text or a list of token ids, got {prompt!r:.80}")

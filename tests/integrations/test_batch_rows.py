@@ -48,6 +48,7 @@ FIELDS: dict[str, Any] = {
     "stop": "end",
     "chat_template_kwargs": {"a": [1]},
     "reasoning_effort": "low",
+    "enable_thinking": False,
     "logit_bias": {"5": 2},
     "repetition_penalty": 1.5,
     "frequency_penalty": 1,

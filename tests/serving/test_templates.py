@@ -32,12 +32,17 @@ def test_the_bundled_target_answers_chats() -> None:
 def test_a_template_reads_the_options_of_the_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.tokenizer, "chat_template", OPTIONS)
     body = {"model": "tiny", "messages": TURNS[1:], "max_tokens": 1, "reasoning_effort": "low"}
-    body |= {"chat_template_kwargs": {"enable_thinking": False}}
+    body |= {"enable_thinking": False}
     answer = served.post("/v1/chat/completions", body)
     wanted = served.tokenizer("1 + 1?|False|low", add_special_tokens=False)["input_ids"]
     assert answer.status_code == 200 and answer.json()["usage"]["prompt_tokens"] == len(wanted)
     row = request_of({"custom_id": "a", "body": {name: body[name] for name in body if name != "model"}})
-    assert (row["chat_template_kwargs"], row["reasoning_effort"]) == ({"enable_thinking": False}, "low")
+    assert (row["enable_thinking"], row["reasoning_effort"]) == (False, "low")
+    del body["enable_thinking"]
+    body |= {"chat_template_kwargs": {"enable_thinking": False}}
+    assert served.post("/v1/chat/completions", body).json()["usage"]["prompt_tokens"] == len(wanted)
+    refused = served.post("/v1/chat/completions", body | {"enable_thinking": "no"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "enable_thinking"
 
 
 KNOWN = (
