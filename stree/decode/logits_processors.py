@@ -198,10 +198,7 @@ class TreeProcessing:
         Raises:
             ValueError: there is one.
         """
-        if bool((is_end := _leaves_none(logits)).any()):
-            whose = "the target" if self._processor is None else "the logits processor"
-            whose = f"{whose}, or its grammar," if self._grammars.is_active else whose
-            raise ValueError(f"{whose} leaves no token to draw in rows {rows[is_end].unique().tolist()}")
+        self._refuse(rows[_leaves_none(logits)])
 
     def refuse_path_ends(self, logits: Tensor, path: Tensor, lengths: Tensor, report: Tensor) -> None:
         """Likewise for the nodes of trees that are kept: the first int32[batch] of int32[batch, m] paths.
@@ -211,12 +208,21 @@ class TreeProcessing:
         Raises:
             ValueError: there is one.
         """
-        if self._processor is None and self.reads_trees and not host_can_read(logits):
-            is_end = _leaves_none(logits).gather(1, path.clamp(min=0).long())
-            report[:, -1] |= (is_end & (torch.arange(path.shape[1], device=path.device) < lengths[:, None])).any(1)
-        elif self._processor is not None or self.reads_trees:
-            rows, places = (torch.arange(path.shape[1], device=path.device) < lengths[:, None]).nonzero(as_tuple=True)
-            self.refuse_ends(logits[rows, path[rows, places].long()], rows)
+        if self._processor is None and not self.reads_trees:
+            return
+        is_kept = torch.arange(path.shape[1], device=path.device) < lengths[:, None]
+        is_end = (_leaves_none(logits).gather(1, path.clamp(min=0).long()) & is_kept).any(1)
+        if self._processor is not None or host_can_read(logits):
+            self._refuse(is_end.nonzero()[:, 0])
+        else:
+            report[:, -1] |= is_end
+
+    def _refuse(self, rows: Tensor) -> None:
+        """Raise where there are rows whose logits exclude every token."""
+        if len(rows):
+            whose = "the target" if self._processor is None else "the logits processor"
+            whose = f"{whose}, or its grammar," if self.reads_trees else whose
+            raise ValueError(f"{whose} leaves no token to draw in rows {rows.unique().tolist()}")
 
 
 def _process(

@@ -279,7 +279,8 @@ class DecodeLoop:
             is_padded=batch.is_padded, single_rows=int(batch.refills), is_greedy=batch.is_greedy,
             truncates=any(kind.truncates for kind in batch.kinds), draft_nodes=draft_nodes(policy.growth, nodes),
             traverses=traverses(self.drafter, policy.growth, nodes, self.verifier),
-            rules=batch.rules, path_nodes=path_nodes(self.drafter, policy.growth, nodes) * batch.keeps_logprobs,
+            rules=batch.rules, has_grammar=batch.has_grammar,
+            path_nodes=path_nodes(self.drafter, policy.growth, nodes) * batch.keeps_logprobs,
         )  # fmt: skip
 
     def max_length(self, policy: BudgetPolicy) -> int:

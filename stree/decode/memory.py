@@ -54,6 +54,7 @@ class Extent:
         traverses: whether every tree is verified by traversal.
         draft_nodes: most nodes that a draft model runs for a tree, where that is more than ``nodes``.
         rules: token rules of the texts.
+        has_grammar: whether a text has a grammar.
         path_nodes: most nodes of a path whose logits are kept for log probabilities; 0 where none are asked for.
     """
 
@@ -70,6 +71,7 @@ class Extent:
     traverses: bool = False
     draft_nodes: int = 0
     rules: tuple[TokenRules, ...] = ()
+    has_grammar: bool = False
     path_nodes: int = 0
 
     def nodes_of(self, place: int) -> int:
@@ -151,9 +153,11 @@ def _transient_bytes(models: list[TreeLM], extent: Extent) -> int:
 
 
 def _ruled_bytes(lm: TreeLM, extent: Extent) -> int:
-    """Bytes of the logits of a step while token rules are applied; 0 without rules."""
+    """Bytes of the logits of a step while token rules and then masks of grammars are applied; 0 without both."""
     kept, ruling = rule_bytes(extent.rules, extent.batch, extent.nodes, lm.vocab_size, extent.length)
-    return (kept + ruling + _raw_bytes(lm, extent)) * bool(extent.rules)
+    raw, has_rules = _raw_bytes(lm, extent), bool(extent.rules)
+    masking = kept + (2 + has_rules) * raw + extent.batch * extent.nodes * lm.vocab_size * 9 // 8  # as bools and bits
+    return max((kept + ruling + raw) * has_rules, masking * extent.has_grammar)
 
 
 def _raw_bytes(lm: TreeLM, extent: Extent) -> int:
@@ -168,7 +172,7 @@ def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
         lm.dtype, is_greedy=extent.is_greedy, truncates=extent.truncates, traverses=extent.traverses,
         is_on_cpu=is_on_cpu,
     )  # fmt: skip
-    raw, has_rules = _raw_bytes(lm, extent), bool(extent.rules)
+    raw, has_rules = _raw_bytes(lm, extent), bool(extent.rules) or extent.has_grammar
     kept = rule_bytes(extent.rules, batch, nodes, vocab, extent.length)[0] + raw * has_rules  # before the rules, too
     paths, behind = (batch * each for each in logprob_bytes(extent.path_nodes, vocab, has_rules=has_rules))
     step = kept + max(batch * nodes * vocab * copies, raw + paths)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.captured import captured
 from helpers.fast_cases import slow_unless
+from helpers.grammars import letters_tokenizer
 from helpers.on_device import PeakMemory
 from helpers.tiny_family_models import family_model, matrix
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig
@@ -111,6 +112,7 @@ RULES: dict[str, Any] = {
     "logit_bias": {3: 1.0}, "repetition_penalty": 1.2, "presence_penalty": 0.5, "bad_words": [[1, 2], [4]],
     "min_new_tokens": 3, "stop_token_ids": [3],
 }  # fmt: skip
+GRAMMAR: dict[str, Any] = {"grammar": stree.Grammar.regex("[abc]{30}"), "tokenizer": letters_tokenizer()}
 
 
 @pytest.mark.parametrize(
@@ -121,10 +123,13 @@ RULES: dict[str, Any] = {
             (False, Sampling(), {"logprobs": 3}),
             (False, Sampling(0.8), RULES),
             (True, Sampling(0.8, top_p=0.9), {"logprobs": 3, **RULES}),
+            (False, Sampling(), GRAMMAR),
+            (False, Sampling(0.8), GRAMMAR | RULES),
+            (True, Sampling(0.8, top_p=0.9), {"logprobs": 3, **GRAMMAR}),
         ],
     ),
 )  # fmt: skip
-def test_log_probabilities_and_token_rules_take_what_was_checked(
+def test_log_probabilities_token_rules_and_grammars_take_what_was_checked(
     has_drafter: bool, sampling: Sampling, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert 0.95 < needed_over_peak(has_drafter, sampling, torch.float32, monkeypatch, **options) < 1.05
