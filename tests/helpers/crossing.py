@@ -15,6 +15,7 @@ from torch import Tensor
 import stree
 from helpers.draft_steps import GROWTHS
 from helpers.generate_ways import transformers_text
+from helpers.grammars import letters_tokenizer
 from helpers.hooked_generate import left_padded, new_tokens
 from helpers.tiny_family_models import family_model
 from helpers.tiny_heads import target_and_head
@@ -59,6 +60,7 @@ class Crossing:
     sampling: str
     penalty: float
     processor: str
+    grammar: str
     stops: bool
     logprobs: int | None
     lengths: tuple[int, ...]
@@ -100,13 +102,16 @@ def crossings(draw: st.DrawFn) -> Crossing:
     samplings = UNEVEN_SAMPLINGS if is_uneven else ["greedy"] if way == "hook" else ["greedy", *SAMPLINGS]
     sampling = draw(st.sampled_from(samplings))
     verifiers = ["traversal"] if is_uneven else ["auto", "auto", "match", "rejection", "traversal"]
-    processors = ("none", "add", "bans") if way != "engine" and drafter != "overlapped" else ("none",)
+    has_grammar = way != "hook" and drafter != "overlapped" and draw(st.sampled_from([False] * 3 + [True]))
+    bans = () if has_grammar else ("bans",)  # both may leave no token
+    processors = ("none", "add", *bans) if way != "engine" and drafter != "overlapped" else ("none",)
     return Crossing(
         family, drafter, growth, budget,
         verifier=draw(st.sampled_from(verifiers)),
         sampling=sampling,
         penalty=draw(st.sampled_from([1.0, 1.0, 2.0])) if drafter != "overlapped" else 1.0,
         processor=draw(st.sampled_from(processors)),
+        grammar=draw(st.sampled_from(PATTERNS)) if has_grammar else "",
         stops=draw(st.booleans()),
         logprobs=draw(st.sampled_from([None, None, 2])) if way != "hook" else None,
         lengths=tuple(draw(st.lists(st.integers(1, 12), min_size=1 + is_uneven, max_size=4))),
@@ -137,6 +142,7 @@ class Bans:
 
 
 PROCESSORS = {"none": None, "add": Add(), "bans": Bans()}
+PATTERNS = ("([a-e]f?|ghi|[jk]{2})+", "(a[b-o]|[c-f]+[g-o])+")  # of texts without end, some tokens of which are forced
 
 
 @cache
@@ -187,6 +193,8 @@ def text(one: Crossing) -> dict[str, Any]:
         "sampling": SAMPLINGS[one.sampling], "max_new_tokens": NEW, "seed": one.seed, "stop_token_ids": stops,
         "repetition_penalty": one.penalty, "logits_processor": PROCESSORS[one.processor],
     }  # fmt: skip
+    if one.grammar:
+        arguments |= {"grammar": stree.Grammar.regex(one.grammar), "tokenizer": letters_tokenizer("abcdefghijklmno")}
     return arguments
 
 
