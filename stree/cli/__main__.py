@@ -14,9 +14,11 @@ __all__ = ["run"]
 
 
 def run() -> NoReturn:
-    """Run a command, then end the process without freeing its objects one by one, which takes a second.
+    """Run a command, then end the process without Python's own finalisation.
 
-    With other threads the process ends as usual, which joins them.
+    That frees torch's, transformers' and the models' objects one by one: 1.3 of 5.3 s of CPU time of a short ``stree
+    generate``, and ``gc.freeze`` saves none of it.  What else it does is done here: functions of ``atexit`` and the
+    standard streams; commands close their own files.  With other threads the process ends as usual, which joins them.
     """
     status = main()
     if threading.active_count() == 1:

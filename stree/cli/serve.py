@@ -110,9 +110,9 @@ def _serve(arguments: argparse.Namespace) -> int:
             logging.getLogger("stree").info("torch runs on %d thread(s)", engine.totals.num_threads)
         return engine
 
-    configure(arguments.log_format, arguments.log_level)
     binding = bind(arguments.host, arguments.port) if arguments.uds is None else bind_path(arguments.uds)
     with binding as listener:  # a mistake there is named before the model is loaded
+        configure(arguments.log_format, arguments.log_level)
         engine = in_own_thread(start)
         try:
             name = arguments.name or arguments.target

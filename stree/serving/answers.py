@@ -151,18 +151,18 @@ def acceptance(choices: Sequence[Choice]) -> dict[str, Any] | None:
     """Return vLLM's ``metrics.speculative_decoding`` of one text; None for several.
 
     Steps are counted before the text is cut at its end, as everywhere.  ``num_spec_tokens`` is the most drafted nodes
-    that a step has accepted, since trees differ in depth.
+    that a step has accepted, since trees differ in depth; the histogram has one bucket more, also without any step.
     """
     if len(choices) != 1:
         return None
     handle = choices[0].handle
-    by_accepted, drafted = handle.counts.steps_by_accepted, handle.drafted
+    by_accepted, drafted = handle.counts.steps_by_accepted or [0], handle.drafted
     steps = handle.counts.steps
     accepted = handle.counts.tokens - steps
     return {
         "mean_acceptance_length": 1 + accepted / max(steps, 1), "draft_acceptance_rate": accepted / max(drafted, 1),
         "acceptance_histogram": [*by_accepted], "num_spec_steps": steps, "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted, "num_spec_tokens": max(len(by_accepted) - 1, 0),
+        "num_draft_tokens": drafted, "num_spec_tokens": len(by_accepted) - 1,
     }  # fmt: skip
 
 

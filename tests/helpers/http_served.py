@@ -58,9 +58,9 @@ class Served:
 
 
 @contextmanager
-def listening(engine: stree.Engine, tokenizer: Any) -> Iterator[Served]:
-    """Serve an engine on a free port, under the name "tiny"."""
-    app = create_app(engine, tokenizer, "tiny", api_key=KEY, max_body=20_000)
+def listening(engine: stree.Engine, tokenizer: Any, **options: Any) -> Iterator[Served]:
+    """Serve an engine on a free port, under the name "tiny"; ``options`` are those of ``create_app``."""
+    app = create_app(engine, tokenizer, "tiny", **{"api_key": KEY, "max_body": 20_000, **options})
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -141,6 +141,7 @@ def test_an_answer_counts_what_its_steps_accepted(lm: stree.TreeLM) -> None:
             "/v1/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}
         )
         several = client.post("/v1/completions", json={**body, "n": 2}).json()
+        one_token = client.post("/v1/completions", json={**body, "max_tokens": 1}).json()
         plain = TestClient(create_app(engine, tokenizer, "tiny")).post("/v1/completions", json=body).json()
     found = whole["metrics"]["speculative_decoding"]
     assert found == {
@@ -149,6 +150,8 @@ def test_an_answer_counts_what_its_steps_accepted(lm: stree.TreeLM) -> None:
     }  # fmt: skip
     assert json.loads(streamed.text.split("data: ")[-2])["metrics"] == whole["metrics"]
     assert "metrics" not in plain and several["metrics"] == {"speculative_decoding": None}
+    none = one_token["metrics"]["speculative_decoding"]  # AIPerf wants a bucket more than num_spec_tokens
+    assert (none["acceptance_histogram"], none["num_spec_tokens"], none["num_spec_steps"]) == ([0], 0, 0)
 
 
 def board_queries() -> list[str]:
