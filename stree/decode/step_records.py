@@ -37,6 +37,9 @@ class StepRecord:
             from, earlier siblings included; None for a node that was not drawn, as at temperature 0 and under MATCH.
         values: of all nodes, estimated probability that each is accepted; None where the drafter has no estimate.
         seconds: of the parts of the step, which the rows of a batch share.
+        node_probs: of all nodes, also under MATCH and of those refused, the draft model's probability of its token
+            after its parent, as in ``draft_probs``; at temperature 0 that of temperature 1.  The root's is None.  None
+            where no draft model has grown the tree in layers.
     """
 
     tokens: list[int]
@@ -48,6 +51,7 @@ class StepRecord:
     draft_probs: list[float | None] | None
     values: list[float] | None
     seconds: dict[str, float]
+    node_probs: list[float | None] | None = None
 
     @property
     def num_accepted(self) -> int:
@@ -69,11 +73,14 @@ def step_record(result: StepResult, row: int, committed: int, seconds: Mapping[s
         target, drawn = trees.probs[row, :committed].unbind(-1)
         target_probs = target.tolist()
         draft_probs = [None if math.isnan(prob) else prob for prob in drawn[1:].tolist()]
-    values = None if trees.values is None else trees.values[row].tolist()
+    values, node_probs = (
+        None if part is None else [*map(part[row].tolist().__getitem__, nodes)]
+        for part in (trees.values, trees.node_probs)
+    )
     return StepRecord(
         [tokens[node] for node in nodes], [number[parents[node]] for node in nodes], depths,
         [number[node] for node in trees.path[row, :committed].tolist()], result.report[row, :committed].tolist(),
-        target_probs, draft_probs, None if values is None else [values[node] for node in nodes], {**seconds},
+        target_probs, draft_probs, values, {**seconds}, None if node_probs is None else [None, *node_probs[1:]],
     )  # fmt: skip
 
 

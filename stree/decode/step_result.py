@@ -93,6 +93,7 @@ class StepTrees:
         path: int32[batch, m], accepted nodes.
         probs: float[batch, m, 2], see ``path_probs``, or None where the step does not compute them.
         values: float[batch, n], estimated by the drafter, or None.
+        node_probs: float[batch, n], the draft's of the nodes, or None.
     """
 
     tokens: Tensor
@@ -100,6 +101,7 @@ class StepTrees:
     path: Tensor
     probs: Tensor | None
     values: Tensor | None
+    node_probs: Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,7 +188,10 @@ class LaunchedStep:
             logprobs = to_host(values)
         trees = None
         if wanted.trees:
-            estimates = (None if part is None else to_host(part) for part in (self.path_probs, self.draft.values))
+            offered = self.draft.offered
+            node_probs = None if offered is None else offered.probs(tree.tokens)
+            parts = self.path_probs, self.draft.values, node_probs
+            estimates = (None if part is None else to_host(part) for part in parts)
             path = to_host(self.acceptance.path)
             trees = StepTrees(to_host(tree.tokens), to_host(tree.parents), path, *estimates)
         report, logits = to_host(self.report), self.path_logits if wanted.logits else None

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stree.drafters.candidates import Offered
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen
 from stree.models.prefix_cache import RequestPrefixes
@@ -37,6 +38,7 @@ class Draft:
             first drafted node; -1 where the run never had this node.  None: 0, 1, 2, ...
         is_united: whether another drafter's nodes were added.
         grown: what the run's ``observe`` reads of the tree that it has grown; None where it has grown none.
+        offered: the candidates that nodes were chosen from, which have their probabilities; None where none are known.
     """
 
     tree: TokenTree
@@ -48,6 +50,7 @@ class Draft:
     column: Tensor | None = None
     is_united: bool = False
     grown: Any = None
+    offered: Offered | None = None
 
     @property
     def laws(self) -> DraftProbs | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from stree.drafters.draws import Draws
 from stree.growth import Plan
@@ -14,7 +15,9 @@ from stree.growth.plan import Drawing
 from stree.kernels.sampling.top import top
 from stree.sampling import MAX_RANKS, AnySampling, Random
 
-__all__ = ["CandidateSource", "Candidates", "IndependentDraws", "by_kind", "candidate_source", "top_candidates"]
+__all__ = [
+    "CandidateSource", "Candidates", "IndependentDraws", "Offered", "by_kind", "candidate_source", "top_candidates",
+]  # fmt: skip
 
 
 class Candidates(NamedTuple):
@@ -27,6 +30,27 @@ class Candidates(NamedTuple):
 
     tokens: Tensor
     probs: Tensor
+
+
+class Offered(NamedTuple):
+    """All candidates of a tree, of which some became its nodes.
+
+    Attributes:
+        layers: candidates below the nodes that were run, layer by layer.
+        rows: int32[batch, n], of each node of the tree its parent's place among the nodes that were run.
+    """
+
+    layers: tuple[Candidates, ...]
+    rows: Tensor
+
+    def probs(self, tokens: Tensor) -> Tensor:
+        """Return the draft's probability of each of int64[batch, n] nodes, float[batch, n]; the root's is undefined."""
+        most = max(layer.tokens.shape[-1] for layer in self.layers)
+        same_ranks = ([pad(part, (0, most - part.shape[-1])) for part in layer] for layer in self.layers)
+        offered = (torch.cat(parts, 1) for parts in zip(*same_ranks, strict=True))
+        rows = self.rows.clamp(min=0).long()[..., None]
+        names, probs = (part.take_along_dim(rows, 1) for part in offered)
+        return (probs * (names == tokens[..., None])).amax(-1)  # drawn with replacement, a token may occur twice
 
 
 class CandidateSource(Protocol):
@@ -79,7 +103,7 @@ def top_candidates(dist: Tensor, first: int, count: int) -> Candidates:
     if dist.shape[-1] >= count:
         return Candidates(tokens, probs)
     beyond = (0, count - dist.shape[-1])
-    return Candidates(torch.nn.functional.pad(tokens, beyond), torch.nn.functional.pad(probs, beyond))
+    return Candidates(pad(tokens, beyond), pad(probs, beyond))
 
 
 class IndependentDraws:

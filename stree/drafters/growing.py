@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stree.drafters.candidates import by_kind, candidate_source
+from stree.drafters.candidates import Candidates, by_kind, candidate_source
 from stree.drafters.tree_builder import GrownTree
 from stree.growth import AcceptanceModel, KeptSlots, Plan, Slots, choose_slots
 from stree.sampling import MAX_RANKS, AnySampling, Random
@@ -26,7 +26,7 @@ def grow_layers(
     acceptance_model: AcceptanceModel,
     run_frontier: Callable[[], Tensor],
     probs_buffer: Callable[[Tensor], Tensor],
-) -> tuple[Tensor | None, KeptSlots]:
+) -> tuple[Tensor | None, KeptSlots, list[Candidates]]:
     """Grow a tree layer by layer, a draft call each.
 
     Args:
@@ -39,12 +39,12 @@ def grow_layers(
         probs_buffer: memory for the distributions of all nodes that are run, from the first layer's logits.
 
     Returns:
-        The distributions of the nodes that were run, float[batch, nodes, vocab], if sampled, and what the
-        acceptance model keeps of the slots, layer by layer.
+        The distributions of the nodes that were run, float[batch, nodes, vocab], if sampled; layer by layer what the
+        acceptance model keeps of the slots, and the candidates.
     """
     drawing = "top" if sampling.is_greedy else plan.drawing
     candidates_of = candidate_source(drawing, rng, plan, sampling)
-    buffer, used, kept_slots = None, 0, []
+    buffer, used, kept_slots, offered = None, 0, [], list[Candidates]()
     for depth, layer in enumerate(plan.layers):
         logits = run_frontier()
         if drawing == "top":
@@ -56,6 +56,7 @@ def grow_layers(
         goes_on = acceptance_model.draws(grown.frontier_value, probs)
         values = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
         candidates = candidates_of(probs, grown.frontier_number, layer.ranks)
+        offered.append(candidates)
         context = grown.context(candidates.tokens)
         priority, value = acceptance_model.rate(Slots(values, candidates.probs, probs, norms, context))
         left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
@@ -69,7 +70,7 @@ def grow_layers(
     grown.add_leaves()
     if not plan.layers:
         run_frontier()
-    return None if buffer is None else buffer[:, :used], kept_slots
+    return None if buffer is None else buffer[:, :used], kept_slots, offered
 
 
 def grow_heap(

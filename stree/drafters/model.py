@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stree.drafters.base import Draft, Drafter, DraftRun, check_vocabulary
+from stree.drafters.candidates import Candidates, Offered
 from stree.drafters.draft_state import DraftState, Grown
 from stree.drafters.draws import draft_probs
 from stree.drafters.growing import grow_heap, grow_layers
@@ -132,11 +133,12 @@ class ModelRun(DraftRun):
         grown = GrownTree(seen, self._left(plan, seen), plan)
         run_frontier = partial(grown.run, self.state.score if self.processor is None else self._score)
         kept_slots: KeptSlots = []
+        offered: list[Candidates] = []
         if plan.is_heap:
             probs = grow_heap(grown, plan, growth.sampling, self.rng, run_frontier)
         else:
             buffer = partial(self._probs_buffer, num_run(plan))
-            probs, kept_slots = grow_layers(
+            probs, kept_slots, offered = grow_layers(
                 grown, plan, growth.sampling, self.rng, self.acceptance_model, run_frontier, buffer
             )
         column = grown.select(plan)
@@ -150,6 +152,7 @@ class ModelRun(DraftRun):
         self.draft = Draft(
             tree, drawn_from, depth, num_calls + self.state.num_calls(grown.num_calls), nodes.values, column=column,
             grown=Grown(proposal, grown.size, grown.scored, grown.root_logits),
+            offered=Offered(tuple(offered), nodes.rows) if offered else None,
         )  # fmt: skip
         return self.draft
 

@@ -60,7 +60,7 @@ def step_json(ids: Sequence[int], text: str, tree: StepRecord | None, token_byte
         "special": [node for node, token in enumerate(tokens) if not token_bytes.piece(token).is_shown],
         "parents": [*tree.parents, tree.path[-1]], "path": tree.path, "kept": len(ids),
         "values": _rounded(tree.values), "target_probs": _rounded(tree.target_probs),
-        "draft_probs": _rounded(tree.draft_probs),
+        "draft_probs": _rounded(_draft_probs(tree)),
     }  # fmt: skip
     return {"text": text, "ids": [*ids], "tree": named}
 
@@ -87,6 +87,14 @@ def token_name(token_bytes: TokenBytes, token: int, *, is_first: bool = False, m
         return own.decode()
     except UnicodeDecodeError:
         return mark + own.decode(errors="backslashreplace")
+
+
+def _draft_probs(tree: StepRecord) -> list[float | None] | None:
+    """Return the draft's probability of each node; None for those of which it is not known, or where none is."""
+    if tree.node_probs is not None or tree.draft_probs is None:
+        return tree.node_probs
+    on_path = dict(zip(tree.path[1:], tree.draft_probs, strict=True))
+    return [on_path.get(node) for node in range(len(tree.tokens))]
 
 
 def _rounded(probs: Sequence[float | None] | None) -> list[float | None] | None:

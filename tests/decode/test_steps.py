@@ -61,6 +61,7 @@ def check(out: stree.Generation, samplings: Sequence[Sampling]) -> None:
             for prob, (at, token) in zip(step.draft_probs, after[:-1], strict=True):
                 assert prob is None or prob == pytest.approx(float(draft[at, token]), abs=2e-4)
             assert step.values is None or len(step.values) == len(step.tokens)
+            check_nodes(step, text[:place], sampling)
             place += len(step.emitted)
         reached = [sum(step.num_accepted >= depth for step in steps) for depth in range(1, 20)]
         shares = [now / before for now, before in zip(reached, [len(steps), *reached], strict=False) if now]
@@ -68,6 +69,23 @@ def check(out: stree.Generation, samplings: Sequence[Sampling]) -> None:
     every = [step for steps in out.steps for step in steps]
     assert out.stats["tau"] == sum(len(step.emitted) for step in every) / len(every)
     assert json.loads(json.dumps([asdict(step) for step in every]))
+
+
+def check_nodes(step: stree.StepRecord, text: list[int], sampling: Sampling) -> None:
+    """Compare the draft's probabilities with a forward of its model over the text and the nodes above each, a few."""
+    if step.node_probs is None:
+        return
+    assert step.node_probs[0] is None and len(step.node_probs) == len(step.tokens)
+    assert step.draft_probs is not None
+    for node, drawn in zip(step.path[1:], step.draft_probs, strict=True):
+        assert drawn is None or drawn == step.node_probs[node]
+    for node in range(1, len(step.tokens), 3) if len(text) < 20 else ():
+        above = [parent := step.parents[node]]
+        while parent:
+            above.append(parent := step.parents[parent])
+        ids = [*text, *(step.tokens[other] for other in reversed(above))]
+        expected = probs_of(near_drafter().lm.model, ids, sampling)[-1, step.tokens[node]]
+        assert step.node_probs[node] == pytest.approx(float(expected), abs=2e-4)
 
 
 def samplings_of(name: str) -> list[Sampling]:
@@ -87,6 +105,12 @@ def test_steps_agree_with_texts_models_and_statistics(name: str) -> None:
     assert any(prob is not None for prob in drawn) == (name in ("chain", "tree")), "others draw nothing"
     seconds = sum(step.seconds["verify_s"] for step in out.steps[0])
     assert seconds <= out.stats["verify_s"] * (1 + 1e-9)
+    first = out.steps[0][0]
+    assert (first.node_probs is not None) == (name in ("chain", "tree", "greedy")), "others have no draft model"
+    if first.node_probs is not None:
+        check_nodes(first, TEXTS[0], samplings_of(name)[0])
+        with pytest.raises(AssertionError):
+            check_nodes(replace(first, node_probs=[None, *first.node_probs[:0:-1]]), TEXTS[0], samplings_of(name)[0])
     wrong = [[replace(step, target_probs=[0.5] * len(step.emitted)) for step in steps] for steps in out.steps]
     with pytest.raises(AssertionError):
         check(replace(out, steps=wrong), samplings_of(name))

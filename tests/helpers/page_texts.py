@@ -21,7 +21,7 @@ def random_step(draw: random.Random, nodes: int, number: int) -> dict[str, Any]:
     tree = {
         "tokens": tokens, "special": [2], "parents": [*parents, path[-1]], "path": path, "kept": len(path),
         "values": [round(draw.random(), 3) for _ in range(nodes)], "target_probs": [0.5] * len(path),
-        "draft_probs": [0.25] * (len(path) - 1),
+        "draft_probs": [None] + [0.25] * (nodes - 1),
     }  # fmt: skip
     return {"text": f" word{number}", "ids": [number] * len(path), "tree": tree}
 

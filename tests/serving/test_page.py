@@ -62,6 +62,7 @@ def test_steps_have_the_text_its_trees_and_the_targets_own_token(served: Served)
         tree = step["tree"]
         assert len(tree["tokens"]) == len(tree["parents"]) <= 12 + 1 and tree["parents"][-1] == tree["path"][-1]
         assert tree["kept"] == len(step["ids"]) <= len(tree["path"]) and len(tree["values"]) == len(tree["tokens"]) - 1
+        assert tree["draft_probs"][0] is None and all(0 < prob <= 1 for prob in tree["draft_probs"][1:])
         names = [tree["tokens"][node] for node in [*tree["path"][1:], -1]]
         assert "".join(names[: tree["kept"]]) == step["text"]
     plain = events_of(served, budget=1, **options)

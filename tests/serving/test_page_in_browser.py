@@ -257,7 +257,8 @@ def test_nodes_are_told_apart_by_shape_and_say_what_is_known_of_them(page: Page,
     })""")
     assert len(set(shapes)) == len(set(kinds))
     page.locator("#tree g.refused text").last.hover()
-    said = r"refused, depth \d+, estimated chance of acceptance [\d.]+ % \([\d.]+ % if its parent is accepted\)"
+    said = r"refused, depth \d+, estimated chance of acceptance [\d.]+ % \([\d.]+ % if its parent is accepted\), "
+    said += "draft probability 25 %"
     assert re.search(said, page.locator("#node").text_content() or "")
     page.locator("#tree g.accepted text").first.hover()
     found = page.locator("#node").text_content() or ""

@@ -1,7 +1,7 @@
 "use strict";
 // Draws the token tree of one step as SVG: children under their parents, as d3-hierarchy lays them out.
 // A tree has tokens (names, the target's own token last), parents, path, kept (tokens that the step has added to the
-// text), special, and where they are known values, target_probs and draft_probs.
+// text), special, and where they are known values, draft_probs (of its nodes) and target_probs (of the path's tokens).
 
 const HEIGHT = 24, ROW = 54, GAP = 10, MARGIN = 12, LONGEST = 14; // pixels, and characters of a label
 const MARKS = {root: "", accepted: "✓ ", refused: "", bonus: "+ ", beyond: "× "};
@@ -47,7 +47,7 @@ function describe(tree) {
       bonus: "the target's own token", beyond: "beyond the end of the text, not kept",
     }[kind], `depth ${depth}`);
     if (special.has(node)) parts.push("a special token, which the text does not show");
-    const drafted = isBonus || !index ? null : tree.draft_probs?.[index - 1], target = tree.target_probs?.[index - 1];
+    const drafted = tree.draft_probs?.[node], target = tree.target_probs?.[index - 1]; // none of the bonus, and of the root
     if (node && !isBonus && tree.values) {
       const above = tree.values[parent], own = above > 0 ? ` (${percent(Math.min(tree.values[node] / above, 1))} if its parent is accepted)` : "";
       parts.push(`estimated chance of acceptance ${percent(tree.values[node])}${depth > 1 ? own : ""}`);
