@@ -109,6 +109,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
         for model in (lm, *drafter.models) if arguments.compile else ():
             model.compile()
         if lm.device.type == "cpu":
+            cores.fit(lm.model.parameters())
             cores.adapt()
         return lm, drafter
 

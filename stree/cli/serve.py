@@ -103,6 +103,7 @@ def _serve(arguments: argparse.Namespace) -> int:
             logging.getLogger("stree").info(line)
         drafting = {name: engine_options[name] for name in ("growth", "budget", "verifier")}
         compile_steps(lm, drafter, batches=ALL_BATCHES, **drafting)  # so that the first request need not wait
+        cores.fit(lm.model.parameters())
         before_step = cores.adapt if lm.device.type == "cpu" else None
         engine = Engine(lm, drafter, before_step=before_step, **engine_options)
         run_first_requests(engine)
