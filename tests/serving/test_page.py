@@ -145,7 +145,9 @@ def test_the_page_knows_where_sampled_texts_are_the_same(served: Served) -> None
 
 
 def test_the_page_explains_the_words_that_it_uses(served: Served) -> None:
-    words = server_of(httpx.get(served.url).text)["words"]
+    html = httpx.get(served.url).text
+    assert "<p>This page shows, step by step, how a language model writes a text with token trees." in html
+    words = server_of(html)["words"]
     assert [name for name, _ in words] == ["drafter ModelDrafter", "growth Calibrated", "verifier auto"]
     with stree.Engine(served.engine.lm, "none", budget="auto", verifier="match", max_length=64) as engine:
         client = TestClient(create_app(engine, served.tokenizer, "tiny"))
