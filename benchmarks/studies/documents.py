@@ -15,7 +15,7 @@ from functools import partial
 
 from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
-from benchmarks.studies import denoising, stree_rule, verification
+from benchmarks.studies import denoising, lookahead, stree_rule, verification
 from stree.bench.drawing import svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read_lines
@@ -124,6 +124,11 @@ def by_denoising() -> str:
     return table(denoising.TITLES, map(denoising.cells, rows))
 
 
+def by_window() -> str:
+    """Show lookahead decoding's tokens a step by the sizes of its window."""
+    return table(lookahead.TITLES, map(lookahead.cells, _last_record("lookahead/results.jsonl")["rows"]))
+
+
 def by_drafter() -> str:
     """Show the runs of draft heads: tau by suite and of all prompts, its ratio to the first method's, and times."""
     lines = []
@@ -203,6 +208,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by name
     "baselines": by_tree,
     "stree-rule": by_rule,
     "denoising": by_denoising,
+    "lookahead": by_window,
     "verification": by_verification,
     "positions": by_position,
     "batch": by_batch,
