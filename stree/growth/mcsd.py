@@ -34,7 +34,8 @@ class DecisionStop(StoppedGrowth):
 
     For every live node the model reads its ten greatest draft probabilities and its value; a sequence's tree grows
     while the score of one node is above the threshold.  The paper trains a network, 11 -> 44 -> 1, for each pair of
-    models.  The default weights are a logistic regression fitted to the bundled pair.
+    models.  The default weights are a logistic regression fitted to the bundled pair, for which the network was no
+    better; ``benchmarks.studies.decision`` trains both.
 
     Args:
         base: a growth of layers.
