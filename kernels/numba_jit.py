@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from stree.kernels.clock import begin_compiling, compiling, end_compiling
@@ -25,9 +25,14 @@ __all__ = ["compiled", "inner"]
 logger = logging.getLogger("stree")
 
 
-def compiled(function: Callable[..., Any]) -> Any:
-    """Compile a function that is called from Python, for the types of its arguments, when it is first called."""
-    dispatcher = njit(error_model="numpy")(function)
+def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compile a function that is called from Python, for the types of its arguments, when it is first called.
+
+    It is a decorator, also with ``options``, which are those of ``njit``.
+    """
+    if function is None:
+        return partial(compiled, **options)
+    dispatcher = njit(error_model="numpy", **options)(function)
     try:
         dispatcher.enable_caching()
     except RuntimeError as error:

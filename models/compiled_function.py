@@ -21,6 +21,10 @@ from stree.kernels.dispatch import as_on_device
 
 __all__ = ["CompiledFunction", "compile_lock"]
 
+# Sizes need no check: only tensors of the right ones are passed.  What a sum over products reads is computed before it,
+# not anew for each of its rows.
+CONFIG = {"size_asserts": False, "realize_acc_reads_threshold": 1}
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledFunction:
@@ -79,7 +83,7 @@ class CompiledFunction:
         weights = _lift_constants(graph)
         fakes += [_fake(mode, weight, ()) for weight in weights]
         with tracing(TracingContext(mode)):
-            compiled: Any = compile_fx(graph, fakes, config_patches={"size_asserts": False})
+            compiled: Any = compile_fx(graph, fakes, config_patches=CONFIG)
         shapes = [tuple(map(_expression, fake.shape)) for fake in fakes[: len(tensors)]]
         function = cls(kind, compiled, weights, shapes, _assumptions(env, shapes))
         if not function.takes(wanted):

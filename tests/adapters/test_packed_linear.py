@@ -18,6 +18,13 @@ from stree.models import packed_linear
 from stree.models.packed_linear import pack_linears
 
 
+@pytest.fixture
+def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply as with several threads on a processor that is not Intel's."""
+    monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+
 def _error(layer: nn.Linear, x: Tensor) -> float:
     wanted = x.double() @ layer.weight.double().T
     if layer.bias is not None:
@@ -35,11 +42,12 @@ def _packed(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
 
 @pytest.mark.parametrize("shape", [(48,), (1, 1, 48), (2, 1, 48), (3, 48), (4, 48), (2, 3, 5, 48), (0, 48)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("mkl_rows", [0, 3], ids=["no MKL", "MKL to 3 rows"])
+@pytest.mark.parametrize(("mkl_rows", "threads"), [(0, 1), (0, 2), (3, 1)], ids=["numba", "oneDNN", "MKL to 3 rows"])
 def test_products_of_any_shape(
-    shape: tuple[int, ...], bias: bool, mkl_rows: int, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], bias: bool, mkl_rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: mkl_rows)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(packed_linear, "LARGE", 0)
     layer, x = _packed(bias), torch.randn(shape)
     if x.numel():
@@ -62,16 +70,17 @@ def _replace_data(layer: nn.Linear) -> None:
     layer.weight.data = layer.weight.data * 3
 
 
+@pytest.mark.parametrize("rows", [4, 40])
 @pytest.mark.parametrize("change", [_scale, _replace, _replace_data])
-def test_a_changed_weight_is_packed_again(change: Callable[[nn.Linear], None]) -> None:
-    layer, x = _packed(), torch.randn(4, 48)
+def test_a_changed_weight_is_packed_again(change: Callable[[nn.Linear], None], rows: int) -> None:
+    layer, x = _packed(), torch.randn(rows, 48)
     assert _error(layer, x) < 1e-5
     change(layer)
     assert _error(layer, x) < 1e-5
 
 
 def test_a_weight_that_would_take_the_memory_of_the_packed_one_is_packed() -> None:
-    layer, x = _packed(), torch.randn(4, 48)
+    layer, x = _packed(), torch.randn(40, 48)
     for _ in range(8):
         layer.weight = None  # type: ignore[assignment]
         layer.weight = nn.Parameter(torch.randn(33, 48))
@@ -87,9 +96,10 @@ def _optimize(layer: nn.Linear) -> None:
     torch.optim.SGD([layer.weight], lr=0.5).step()
 
 
-def test_threads_never_multiply_by_a_weight_that_has_changed() -> None:
+@pytest.mark.parametrize("rows", [4, 40])
+def test_threads_never_multiply_by_a_weight_that_has_changed(rows: int) -> None:
     torch.manual_seed(0)
-    layer, x = nn.Linear(512, 512, bias=False), torch.randn(4, 512)
+    layer, x = nn.Linear(512, 512, bias=False), torch.randn(rows, 512)
     pack_linears(layer)
     for round_number in range(24):
         for error in together(lambda _: _error(layer, x), 6):
@@ -106,7 +116,7 @@ def test_a_weight_of_inference_mode_is_not_packed_since_writes_to_it_are_not_cou
 
 
 def test_another_weight_in_the_same_memory_is_packed_when_it_was_written_to_as_often() -> None:
-    layer, x = _packed(), torch.randn(4, 48)
+    layer, x = _packed(), torch.randn(40, 48)
     _scale(layer)
     assert _error(layer, x) < 1e-5
     writes = layer.weight._version
@@ -117,8 +127,8 @@ def test_another_weight_in_the_same_memory_is_packed_when_it_was_written_to_as_o
 
 
 @pytest.mark.slow
-def test_products_are_those_of_packed_weights_whether_compiled_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: 0)
+@pytest.mark.usefixtures("onednn")
+def test_products_are_those_of_packed_weights_whether_compiled_or_not() -> None:
     lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
     lm.compile()
     state = lm.new_state(1, 16, 2)
@@ -133,13 +143,13 @@ def test_products_are_those_of_packed_weights_whether_compiled_or_not(monkeypatc
         assert "_linear_pointwise" in names and not {"linear", "addmm", "mm"} & names
 
 
+@pytest.mark.usefixtures("onednn")
 @pytest.mark.parametrize(
     ("least", "free", "packs"), [(0, 1 << 30, True), (0, 10_000, False), (1 << 20, 1 << 30, False)]
 )
 def test_eager_steps_pack_large_weights_where_memory_is_free(
     least: int, free: int, packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: 0)
     monkeypatch.setattr(packed_linear, "LARGE", least)
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=free))
     model = tiny_model("mamba2", torch.float32)
@@ -160,6 +170,7 @@ def test_few_rows_run_on_the_weight_as_stored_on_an_intel_processor(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": processor})
     monkeypatch.setattr(packed_linear, "_mkl_rows", packed_linear._mkl_rows.__wrapped__)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     layer = _packed(bias=False)
     for count in (1, 3, 4):
         x = torch.randn(count, 48)

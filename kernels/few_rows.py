@@ -1,0 +1,62 @@
+"""Linear layers with few rows on a CPU, compiled with numba: weights are read as they are stored, each of them once.
+
+This file is imported with the first such product.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-any-return"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from stree.kernels.numba_jit import compiled
+
+__all__ = ["linear"]
+
+Array = np.ndarray[Any, Any]
+
+
+def linear(x: Tensor, weight: Array) -> Tensor:
+    """Compute x weight^T on one thread.
+
+    Args:
+        x: float32[..., in], on the CPU, of at least one row.
+        weight: float32[out, in], contiguous.
+
+    Returns:
+        float32[..., out].
+    """
+    num_out, num_in = weight.shape
+    y = x.new_empty((*x.shape[:-1], num_out))
+    _products(x.contiguous().numpy().reshape(-1, num_in), weight, y.numpy().reshape(-1, num_out))
+    return y
+
+
+@compiled(fastmath=True, nogil=True)
+def _products(x: Array, weight: Array, y: Array) -> None:
+    """Multiply four rows by four outputs at a time, so that each number that is loaded takes part in four products.
+
+    The four outputs lie a quarter of the weight apart: the processor then fetches four long runs of memory ahead.
+    The last argument is written; what does not divide by four is computed again.
+    """
+    last_row, last, quarter = len(x) - 1, len(weight) - 1, (len(weight) + 3) // 4
+    for o0 in range(quarter):
+        o1, o2, o3 = min(o0 + quarter, last), min(o0 + 2 * quarter, last), min(o0 + 3 * quarter, last)
+        for r0 in range(0, len(x), 4):
+            r1, r2, r3 = min(r0 + 1, last_row), min(r0 + 2, last_row), min(r0 + 3, last_row)
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
+            c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = np.float32(0)
+            for i in range(x.shape[1]):
+                w0, w1, w2, w3 = weight[o0, i], weight[o1, i], weight[o2, i], weight[o3, i]
+                x0, x1, x2, x3 = x[r0, i], x[r1, i], x[r2, i], x[r3, i]
+                a0, a1, a2, a3 = a0 + w0 * x0, a1 + w0 * x1, a2 + w0 * x2, a3 + w0 * x3
+                b0, b1, b2, b3 = b0 + w1 * x0, b1 + w1 * x1, b2 + w1 * x2, b3 + w1 * x3
+                c0, c1, c2, c3 = c0 + w2 * x0, c1 + w2 * x1, c2 + w2 * x2, c3 + w2 * x3
+                d0, d1, d2, d3 = d0 + w3 * x0, d1 + w3 * x1, d2 + w3 * x2, d3 + w3 * x3
+            y[r0, o0], y[r1, o0], y[r2, o0], y[r3, o0] = a0, a1, a2, a3
+            y[r0, o1], y[r1, o1], y[r2, o1], y[r3, o1] = b0, b1, b2, b3
+            y[r0, o2], y[r1, o2], y[r2, o2], y[r3, o2] = c0, c1, c2, c3
+            y[r0, o3], y[r1, o3], y[r2, o3], y[r3, o3] = d0, d1, d2, d3
