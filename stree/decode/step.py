@@ -1,8 +1,7 @@
 """One decode step on the device: propose, verify, accept, commit, emit, observe.
 
-Nothing here reads the device, except the tree before it is verified under a grammar.  What a step leaves for the next
-one is in tensors that are written in place, stop tokens and lengths are checked on the device, and the host reads a
-step's tokens later.  So a step can be captured once and replayed: see ``capture``.
+Nothing here reads the device, except the tree that a grammar is to mask.  What a step leaves for the next one is in
+tensors that are written in place; the host reads a step's tokens later.  So it can be captured: see ``capture``.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ class DecodeStep:
             self._let_draft(self.run.observe, acceptance)
             timer.lap("draft_s")
         draft = draft if self._is_debug else replace(draft, probs=None, grown=None)  # a graph keeps what is returned
-        kept, path = logits if self._is_debug else None, (path_logits, raw_path_logits, report)
+        path, kept = (path_logits, raw_path_logits, report), logits if self._is_debug else None
         return LaunchedStep(draft, acceptance, *path, timer, logits=kept, path_probs=probs)
 
     def _limited(self, draft: Draft) -> Draft:
