@@ -24,6 +24,6 @@ def advice(lm: Any) -> str | None:
     if has_experts or sum(weight.nbytes for weight in lm.model.parameters()) > MOST_BYTES:
         return None
     return (
-        "steps run operation by operation; --compile makes those of small models up to twice as fast, "
+        "steps run operation by operation; --compile makes those of small models two to four times as fast, "
         "after 10 s in each process and a minute or more in the first one"
     )
