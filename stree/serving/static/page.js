@@ -114,7 +114,10 @@ function verdict(trees, plain) {
     const place = differs < 0 ? second.length : differs;
     parts.push(`Same text: no, from token ${place + 1} on. On GPUs and in bfloat16 a near-tie may be rounded otherwise.`);
   }
-  if (decoding(trees) && decoding(plain)) parts.push(`Decoding with trees: ${number(decoding(trees) / decoding(plain), 2)} times as fast.`);
+  if (decoding(trees) && decoding(plain)) {
+    const [own, other] = [trees, plain].map(run => run.decode_s / run.rounds);
+    parts.push(`Decoding with trees: ${number(decoding(trees) / decoding(plain), 2)} times as fast; a step takes ${number(own / other, 1)} times as long.`);
+  }
   if (trees.isShared || plain.isShared) parts.push("Other requests ran at the same time: these speeds are not those of one text alone.");
   return parts.join(" ");
 }
