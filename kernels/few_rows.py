@@ -35,7 +35,7 @@ def linear(x: Tensor, weight: Array) -> Tensor:
     return y
 
 
-@compiled(fastmath=True, nogil=True)
+@compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)  # sums in any order; no number is assumed finite
 def _products(x: Array, weight: Array, y: Array) -> None:
     """Multiply four rows by four outputs at a time, so that each number that is loaded takes part in four products.
 
