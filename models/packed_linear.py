@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, library, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from stree.kernels.dispatch import host_can_read
 from stree.models.patching import PatchedForward, has_foreign_forward, patch_forward, unpatched_forward
 
 __all__ = ["pack_large_linears", "pack_linears"]
@@ -91,7 +92,7 @@ class PackedWeight:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
-        if 0 < x.numel() <= FEW * x.shape[-1] and _suits_numba(weight):
+        if 0 < x.numel() <= FEW * x.shape[-1] and _suits_numba(weight) and host_can_read(weight):
             stored = self._stored
             if stored is None or stored[0] is not weight or stored[1] != weight.data_ptr():
                 self._stored = stored = weight, weight.data_ptr(), weight.detach().numpy()

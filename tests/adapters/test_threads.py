@@ -77,7 +77,7 @@ def check_fresh(family: str, threads: int, rounds: int, *, is_compiled: bool) ->
         found = together(lambda seed: run(lm, seed), threads)
         wanted = [run(alone, seed) for seed in range(threads)]
         for one, other in zip(sum(found, []), sum(wanted, []), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-4 * float(other.abs().max()))
+            torch.testing.assert_close(one, other, rtol=0, atol=2e-4 * float(other.abs().max()))
         for changed in (lm.model, alone.model):
             (scaled, optimized, loaded)[number % 3](changed)
 
