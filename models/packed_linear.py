@@ -182,7 +182,7 @@ def _suits_numba(weight: Tensor) -> bool:
 
 
 def _few_rows(x: Tensor, weight: Any) -> Tensor:
-    from stree.kernels.few_rows import linear  # imports numba
+    from stree.kernels.linear.cpu import linear  # imports numba
 
     return linear(x, weight)
 
