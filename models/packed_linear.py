@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import psutil
@@ -70,8 +70,16 @@ class _Packing:
         return self.weight is weight and self.version == weight._version and self.address == weight.data_ptr()
 
 
+class _Stored(NamedTuple):
+    """A weight, the address of its memory, and the same memory as a NumPy array."""
+
+    weight: Tensor
+    address: int
+    array: Any
+
+
 class PackedWeight:
-    """A linear layer's weight in oneDNN's layout, packed again when the weight has changed.
+    """A linear layer's weight, as it is stored and in oneDNN's layout, packed again when the weight has changed.
 
     Threads that share it read one ``_Packing``, which is replaced as a whole.  Copies and pickles of a model start
     without it.
@@ -83,7 +91,7 @@ class PackedWeight:
     def __init__(self) -> None:
         self.number = number = next(_numbers)
         self._packing: _Packing | None = None
-        self._stored: tuple[Tensor, int, Any] | None = None  # the weight, its address, and its memory for numba
+        self._stored: _Stored | None = None
         self._lock = threading.Lock()  # of the thread that packs
         _by_number[number] = ref(self, lambda _: _by_number.pop(number, None))
 
@@ -94,9 +102,9 @@ class PackedWeight:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
         if 0 < x.numel() <= FEW * x.shape[-1] and _suits_numba(weight) and host_can_read(weight):
             stored = self._stored
-            if stored is None or stored[0] is not weight or stored[1] != weight.data_ptr():
-                self._stored = stored = weight, weight.data_ptr(), weight.detach().numpy()
-            y = _few_rows(x, stored[2])
+            if stored is None or stored.weight is not weight or stored.address != weight.data_ptr():
+                self._stored = stored = _Stored(weight, weight.data_ptr(), weight.detach().numpy())
+            y = _few_rows(x, stored.array)
             return y if bias is None else y.add_(bias)
         packing = self._packing
         if packing is None or not packing.is_of(weight):
@@ -192,8 +200,8 @@ def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Te
     if torch.is_grad_enabled() or x.dtype != weight.dtype or not _can_pack(weight):
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
     if isinstance(x, FakeTensor):  # the call is being traced
-        is_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
-        if is_row and not (weight.nbytes >= LARGE and _suits_numba(weight)):
+        is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
+        if is_one_row and not (weight.nbytes >= LARGE and _suits_numba(weight)):
             return _one_row(x, weight, bias)
         return torch.ops.stree.packed_linear(x, weight, bias, packed.number)  # type: ignore[no-any-return]
     return packed.linear(x, weight, bias)

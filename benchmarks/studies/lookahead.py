@@ -121,13 +121,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     source = locate("bundled", "target")
     lm, tokenizer = stree.TreeLM.from_pretrained(source, "cpu"), load_tokenizer(source)
     suites, rows = parse_suites(options.suite), list[dict[str, Any]]()
-    texts = [prompt.turns[0] for name, path in suites.items() for prompt in read_suite(name, path, options.limit)]
+    prompts = [
+        tokenizer(prompt.turns[0])["input_ids"]
+        for name, path in suites.items() for prompt in read_suite(name, path, options.limit)
+    ]  # fmt: skip
     for sizes in options.shapes.split(":"):
+        shape = Shape(*map(int, sizes.split(",")))
         row: dict[str, Any] = {"shape": sizes, "tau": {}}
         for temperature in TEMPERATURES:
             decoded = [
-                decode(lm, tokenizer(text)["input_ids"], options.new_tokens, Shape(*map(int, sizes.split(","))), choose)
-                for text, choose in zip(texts, (chooser(temperature, place) for place in range(1 << 20)), strict=False)
+                decode(lm, prompt, options.new_tokens, shape, chooser(temperature, place))
+                for place, prompt in enumerate(prompts)
             ]
             tokens, steps = [len(text) - 1 for text, _, _ in decoded], [steps for _, steps, _ in decoded]
             row["tau"][f"{temperature:g}"] = sum_ratio(tokens, steps)

@@ -3,7 +3,7 @@
 A step of a small model has hundreds of operations that take microseconds each, and ends each of them when the last
 thread has done its part.  A thread whose core another process uses waits milliseconds for its turn, so two threads on
 two busy cores are many times slower than one, and on two idle cores they are faster: 1.1 times with 24 MB of weights,
-which a step reads in a fifth of its time, 2.1 times with 540 MB (docs/choosing.md).
+1.5 times with 540 MB, which take most of a step's time (docs/choosing.md).
 """
 
 from __future__ import annotations
