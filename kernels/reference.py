@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from stree.kernels.topology import AcceptedPath, Topology, take_rows
 
@@ -166,9 +167,11 @@ def matrix_commit(state: Tensor, left: Tensor, right: Tensor, log_decay: Tensor,
     if later is not None and log_decay.ndim == 3:
         later = later[..., None]
     left = left.neg() if later is None else left * later.exp_().neg_()
-    left = left.masked_fill_(accepted.beyond[..., None, None], 0)
-    left = left.view(batch, m, groups, -1).permute(0, 2, 3, 1)  # [b, g, (h / g) i, m]
-    update = torch.matmul(left, right.transpose(1, 2))
+    left = left.masked_fill_(accepted.beyond[..., None, None], 0).view(batch, m, groups, -1)
+    if isinstance(state, FakeTensor):  # traced: inductor's loop over this sum keeps no product
+        update = (left[..., None] * right[..., None, :]).sum(1)
+    else:
+        update = torch.matmul(left.permute(0, 2, 3, 1), right.transpose(1, 2))  # [b, g, (h / g) i, j]
     state.mul_(total.exp().view(batch, heads, -1, 1)).sub_(update.view(state.shape))
 
 

@@ -112,7 +112,10 @@ class CompiledSteps:
             try:
                 with compiling():
                     run, tensors = example(symbolic)
-                    function = CompiledFunction.compile(kind, run, tensors, astuple(symbolic), wanted)
+                    has_one_row = kind != "commit" and tensors[0].numel() == 1
+                    function = CompiledFunction.compile(
+                        kind, run, tensors, astuple(symbolic), wanted, has_one_row=has_one_row
+                    )
             except Exception as problem:  # the model's own code may do anything
                 what = "commits" if kind == "commit" else "trees"
                 nodes = "one node" if wanted[0].shape[1] == 1 else "several nodes"

@@ -21,9 +21,9 @@ from stree.kernels.dispatch import as_on_device
 
 __all__ = ["CompiledFunction", "compile_lock"]
 
-# Sizes need no check: only tensors of the right ones are passed.  What a sum over products reads is computed before it,
-# not anew for each of its rows.
-CONFIG = {"size_asserts": False, "realize_acc_reads_threshold": 1}
+CONFIG = {"size_asserts": False}  # only tensors of the right sizes are passed
+# What a linear layer's sum over products reads is computed before it, not anew for each of its rows.
+ONE_ROW = {"realize_acc_reads_threshold": 1}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +57,8 @@ class CompiledFunction:
         tensors: Sequence[Tensor],
         symbolic: Collection[int],
         wanted: Sequence[Tensor],
+        *,
+        has_one_row: bool = False,
     ) -> CompiledFunction:
         """Trace a function and compile it, so that it takes tensors of other sizes than those that it is traced with.
 
@@ -68,6 +70,7 @@ class CompiledFunction:
             tensors: that it is traced with.
             symbolic: sizes of these tensors that become symbols; no other size is equal to one.
             wanted: tensors that it must take.
+            has_one_row: whether it scores one node of one sequence.
 
         Raises:
             ValueError: the traced code depends on sizes, and is another one for ``wanted``.
@@ -83,7 +86,7 @@ class CompiledFunction:
         weights = _lift_constants(graph)
         fakes += [_fake(mode, weight, ()) for weight in weights]
         with tracing(TracingContext(mode)):
-            compiled: Any = compile_fx(graph, fakes, config_patches=CONFIG)
+            compiled: Any = compile_fx(graph, fakes, config_patches=CONFIG | ONE_ROW if has_one_row else CONFIG)
         shapes = [tuple(map(_expression, fake.shape)) for fake in fakes[: len(tensors)]]
         function = cls(kind, compiled, weights, shapes, _assumptions(env, shapes))
         if not function.takes(wanted):
