@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import psutil
 import torch
@@ -11,8 +12,9 @@ from stree.decode.logits_memory import accept_bytes, logprob_bytes, rule_bytes
 from stree.decode.token_rules import TokenRules
 from stree.drafters import Drafter, HeadDrafter, ModelDrafter
 from stree.drafters.draft_state import CHUNK
-from stree.drafters.tree_builder import columns_run, narrowed
+from stree.drafters.tree_builder import FIRST_DRAFTED, narrowed, num_run
 from stree.growth import Growth
+from stree.models.peak_bytes import peak_bytes
 from stree.models.prefill import pads_exactly
 from stree.models.prefill_memory import prefill_bytes
 from stree.models.state_size import StateSize, measure_state
@@ -21,10 +23,10 @@ from stree.models.tree_memory import tree_bytes
 from stree.verify import Verifier
 
 __all__ = [
+    "Drafting",
     "Extent",
     "arithmetic",
     "check_memory",
-    "draft_nodes",
     "fits_in_memory",
     "free_bytes",
     "needed_bytes",
@@ -34,6 +36,33 @@ __all__ = [
 ]
 
 PAIR_BYTES = 10  # of a tree's masks, for every pair of its nodes: two of one byte and one of eight
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Sizes of the trees that a draft model grows.
+
+    Attributes:
+        nodes: most nodes that are run for a tree, root included.
+        width: most of them that are run at once: a layer, or the root and the token before it.
+        is_heap: whether they grow node by node, which holds the distributions of all nodes.
+        model_bytes: of a text in the growth's acceptance model.
+    """
+
+    nodes: int
+    width: int
+    is_heap: bool = False
+    model_bytes: int = 0
+
+    @classmethod
+    def of(cls, growth: Growth | None, budget: int) -> Drafting | None:
+        """Return the sizes for a growth and its largest budget; None where nothing is grown."""
+        if growth is None or budget == 1:
+            return None
+        plan = narrowed(growth.plan(budget))
+        width = max(FIRST_DRAFTED, *(layer.width for layer in plan.layers[:-1]), 0)
+        learnt = peak_bytes(partial(growth.acceptance_model, 1, torch.device("cpu")))
+        return cls(num_run(plan), width, plan.is_heap, learnt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +81,7 @@ class Extent:
         is_greedy: whether no token is sampled.
         truncates: whether top-k, top-p or min-p may exclude tokens.
         traverses: whether every tree is verified by traversal.
-        draft_nodes: most nodes that a draft model runs for a tree, where that is more than ``nodes``.
+        drafting: sizes of what a draft model grows, or None.
         rules: token rules of the texts.
         has_grammar: whether a text has a grammar.
         path_nodes: most nodes of a path whose logits are kept for log probabilities; 0 where none are asked for.
@@ -69,19 +98,15 @@ class Extent:
     is_greedy: bool = False
     truncates: bool = False
     traverses: bool = False
-    draft_nodes: int = 0
+    drafting: Drafting | None = None
     rules: tuple[TokenRules, ...] = ()
     has_grammar: bool = False
     path_nodes: int = 0
 
     def nodes_of(self, place: int) -> int:
         """Return the nodes that a state of the target, which has place 0, or of a draft model has room for."""
-        return max(self.nodes, self.draft_nodes, CHUNK + 1) if place else self.nodes
-
-
-def draft_nodes(growth: Growth | None, budget: int) -> int:
-    """Return the most nodes that a draft model runs for a tree of a growth; 0 where none is grown."""
-    return 0 if growth is None or budget == 1 else columns_run(narrowed(growth.plan(budget)))
+        columns = 0 if self.drafting is None else self.drafting.nodes + FIRST_DRAFTED - 1
+        return max(self.nodes, columns, CHUNK + 1) if place else self.nodes
 
 
 def traverses(drafter: Drafter, growth: Growth | None, budget: int, verifier: str | Verifier) -> bool:
@@ -144,25 +169,41 @@ def _transient_bytes(models: list[TreeLM], extent: Extent) -> int:
     if not models:  # a target without weights has neither
         return 0
     target, *drafts = models
-    scoring = [tree_bytes(model, extent.batch, extent.nodes, extent.length) for model in models]
-    drawn = extent.batch * sum(_distribution_bytes(model, extent) for model in drafts)
-    ruled = _ruled_bytes(target, extent)  # a draft call has at most as many nodes to rule as the tree
-    step = max(scoring[0], ruled, _logits_bytes(target, extent)) + drawn * (not extent.is_greedy)
-    drafting = drawn + max(ruled, *scoring[1:]) if drafts else 0
-    return max([step, drafting, *(_prefill_bytes(model, extent) for model in models)])
+    nodes, drafting = extent.nodes, extent.drafting or Drafting(extent.nodes, extent.nodes)
+    scoring = tree_bytes(target, extent.batch, nodes, extent.length)
+    step = max(scoring, _ruled_bytes(target, extent, nodes), _logits_bytes(target, extent))
+    drawn = drafting.nodes * sum(_row_bytes(model, extent) for model in drafts) * (not extent.is_greedy)
+    kept = FIRST_DRAFTED * sum(_row_bytes(model, extent) for model in drafts)  # logits of the root of the last draft
+    growing = max((_growing_bytes(model, extent, drafting) for model in drafts), default=0)
+    learnt = extent.batch * drafting.model_bytes if drafts else 0
+    return learnt + max([kept + max(drawn + step, growing), *(_prefill_bytes(model, extent) for model in models)])
 
 
-def _ruled_bytes(lm: TreeLM, extent: Extent) -> int:
-    """Bytes of the logits of a step while token rules and then masks of grammars are applied; 0 without both."""
-    kept, ruling = rule_bytes(extent.rules, extent.batch, extent.nodes, lm.vocab_size, extent.length)
-    raw, has_rules = _raw_bytes(lm, extent), bool(extent.rules)
-    masking = kept + (2 + has_rules) * raw + extent.batch * extent.nodes * lm.vocab_size * 9 // 8  # as bools and bits
-    return max((kept + ruling + raw) * has_rules, masking * extent.has_grammar)
+def _growing_bytes(lm: TreeLM, extent: Extent, drafting: Drafting) -> int:
+    """Bytes of the logits and distributions of a draft model while a tree grows."""
+    row, width = _row_bytes(lm, extent), drafting.width
+    ruled = _ruled_bytes(lm, extent, width, is_draft=True)
+    layer = FIRST_DRAFTED * row + max(tree_bytes(lm, extent.batch, width, extent.length), ruled)  # the root's are kept
+    if drafting.is_heap:  # as drawn, what is left of them, a longer copy of that, and those of the last tree
+        return layer + (4 - extent.is_greedy) * drafting.nodes * row
+    if extent.is_greedy:  # with the probabilities by which candidates are ranked
+        return max(layer, (FIRST_DRAFTED + 2 * width) * row)
+    return layer + drafting.nodes * row
 
 
-def _raw_bytes(lm: TreeLM, extent: Extent) -> int:
-    """Bytes of the logits of a step as the model gives them."""
-    return extent.batch * extent.nodes * lm.vocab_size * max(4, lm.dtype.itemsize)
+def _ruled_bytes(lm: TreeLM, extent: Extent, nodes: int, *, is_draft: bool = False) -> int:
+    """Bytes of the logits of some nodes while token rules and then masks of grammars are applied; 0 without both."""
+    kept, ruling = rule_bytes(extent.rules, extent.batch, nodes, lm.vocab_size, extent.length)
+    raw, has_rules = nodes * _row_bytes(lm, extent), bool(extent.rules)
+    masking = (2 + has_rules) * raw + extent.batch * nodes * lm.vocab_size * 9 // 8  # masks as bools and bits
+    if is_draft:  # whose logits stay as they are where a mask leaves no token
+        masking = 3 * raw
+    return max((kept + ruling + raw) * has_rules, (kept + masking) * extent.has_grammar)
+
+
+def _row_bytes(lm: TreeLM, extent: Extent) -> int:
+    """Bytes of the logits of a node of every text as the model gives them, and of a distribution of each."""
+    return extent.batch * lm.vocab_size * max(4, lm.dtype.itemsize)
 
 
 def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
@@ -172,17 +213,11 @@ def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
         lm.dtype, is_greedy=extent.is_greedy, truncates=extent.truncates, traverses=extent.traverses,
         is_on_cpu=is_on_cpu,
     )  # fmt: skip
-    raw, has_rules = _raw_bytes(lm, extent), bool(extent.rules) or extent.has_grammar
+    raw, has_rules = nodes * _row_bytes(lm, extent), bool(extent.rules) or extent.has_grammar
     kept = rule_bytes(extent.rules, batch, nodes, vocab, extent.length)[0] + raw * has_rules  # before the rules, too
     paths, behind = (batch * each for each in logprob_bytes(extent.path_nodes, vocab, has_rules=has_rules))
     step = kept + max(batch * nodes * vocab * copies, raw + paths)
     return max(step, behind) if is_on_cpu else step + behind  # graphs keep what a captured step needs
-
-
-def _distribution_bytes(lm: TreeLM, extent: Extent) -> int:
-    """Bytes of a text's distributions that a draft model keeps in a step: those that it drew from."""
-    nodes = extent.nodes if extent.is_greedy else max(extent.nodes, extent.draft_nodes)
-    return nodes * lm.vocab_size * max(4, lm.dtype.itemsize)
 
 
 def _prefill_bytes(lm: TreeLM, extent: Extent) -> int:

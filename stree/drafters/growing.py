@@ -67,6 +67,7 @@ def grow_layers(
         kept_slots.append(acceptance_model.keep(slots[:, : grown.frontier_value.shape[1]]))
         if goes_on is not None and not grown.stop(goes_on):
             break
+        del logits, probs, norms  # or they are there beside those of the next layer
     grown.add_leaves()
     if not plan.layers:
         run_frontier()

@@ -5,6 +5,7 @@ Run: python -m pytest tests/decode/test_checked_memory.py
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from stree import generation
 from stree.decode import memory
 from stree.decode.memory import Extent
 from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from stree.growth import DySpec
+from stree.kernels.dispatch import as_on_device
 from stree.models import passed_checks, tree_memory
 from stree.models.tree_memory import tree_bytes
 from stree.sampling import Sampling
@@ -112,7 +115,8 @@ RULES: dict[str, Any] = {
     "logit_bias": {3: 1.0}, "repetition_penalty": 1.2, "presence_penalty": 0.5, "bad_words": [[1, 2], [4]],
     "min_new_tokens": 3, "stop_token_ids": [3],
 }  # fmt: skip
-GRAMMAR: dict[str, Any] = {"grammar": stree.Grammar.regex("[abc]{30}"), "tokenizer": letters_tokenizer()}
+LETTERS = "abcdefghijklmnopqrstuvwxyz"  # as many tokens as a tree has nodes, and more
+GRAMMAR: dict[str, Any] = {"grammar": stree.Grammar.regex("[a-z]{30}"), "tokenizer": letters_tokenizer(LETTERS)}
 
 
 @pytest.mark.parametrize(
@@ -126,13 +130,18 @@ GRAMMAR: dict[str, Any] = {"grammar": stree.Grammar.regex("[abc]{30}"), "tokeniz
             (False, Sampling(), GRAMMAR),
             (False, Sampling(0.8), GRAMMAR | RULES),
             (True, Sampling(0.8, top_p=0.9), {"logprobs": 3, **GRAMMAR}),
+            (True, Sampling(0.8), GRAMMAR | RULES),
+            (True, Sampling(), GRAMMAR | RULES),
+            (True, Sampling(), GRAMMAR),
+            (True, Sampling(), {"growth": DySpec(form="heap")}),
+            (True, Sampling(0.8), {"growth": DySpec(form="heap")}),
         ],
     ),
 )  # fmt: skip
 def test_log_probabilities_token_rules_and_grammars_take_what_was_checked(
     has_drafter: bool, sampling: Sampling, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert 0.95 < needed_over_peak(has_drafter, sampling, torch.float32, monkeypatch, **options) < 1.05
+    assert 0.98 < needed_over_peak(has_drafter, sampling, torch.float32, monkeypatch, **options) < 1.05
 
 
 @pytest.mark.slow
@@ -153,24 +162,26 @@ def test_steps_over_a_large_vocabulary_take_what_was_checked(
     has_drafter: bool, sampling: Sampling, verifier: str, dtype: torch.dtype, options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    ratio = needed_over_peak(has_drafter, sampling, dtype, monkeypatch, verifier=verifier, **options)
-    # Without sampling layers of a draft are narrower, where the host can read them, than the plan that is checked.
-    assert 0.95 < ratio < (1.15 if has_drafter and sampling.is_greedy else 1.05)
+    assert 0.98 < needed_over_peak(has_drafter, sampling, dtype, monkeypatch, verifier=verifier, **options) < 1.05
 
 
 def needed_over_peak(
     has_drafter: bool, sampling: Sampling, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> float:
-    """Generate over a large vocabulary; return the memory that is checked over what is taken."""
-    needed: list[int] = []
+    """Generate over a large vocabulary; return the memory that is checked over what is taken.
+
+    Layers of a greedy draft have their full widths, as on a device: a host that reads values leaves out empty columns.
+    """
+    checked: list[Any] = []
     monkeypatch.setenv("STREE_DEBUG", "")  # under which the logits of a step are kept
-    monkeypatch.setattr(generation, "check_memory", lambda *given: needed.append(memory.needed_bytes(*given)))
+    monkeypatch.setattr(generation, "check_memory", lambda *given: checked.append(given))
     target, draft = (stree.TreeLM(family_model("mamba2", dtype, seed, vocab_size=20_000)) for seed in (0, 1))
     drafter = ModelDrafter(draft) if has_drafter else NoDrafter()
     options |= {"sampling": sampling, "budget": 16 if has_drafter else 1}
-    with PeakMemory() as memory_of:
+    behaviour = as_on_device(triton=False) if has_drafter and sampling.is_greedy else nullcontext()
+    with behaviour, PeakMemory() as memory_of:
         stree.generate(target, [[5, 6, 7]] * 3, drafter, max_new_tokens=8, max_length=64, **options)
-    return float(needed[0] / memory_of.peak)
+    return float(memory.needed_bytes(*checked[0]) / memory_of.peak)
 
 
 def test_a_prompt_that_does_not_fit_beside_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
