@@ -157,10 +157,10 @@ class DraftState:
         if self._state is not None:
             self._state.reset()
 
-    def select(self, rows: Tensor) -> Self:
-        """Copy the state of some sequences, int64[batch']."""
+    def select(self, rows: Tensor, prompts: list[Sequence[int]] | None = None) -> Self:
+        """Copy the state of some sequences, int64[batch'], whose prompts may be given: rows are read otherwise."""
         other = copy(self)
-        other.prompts = [self.prompts[row] for row in rows.tolist()]
+        other.prompts = [self.prompts[row] for row in rows.tolist()] if prompts is None else [*prompts]
         other._state = None if self._state is None else self._state.select(rows)
         other.version += 1
         return other

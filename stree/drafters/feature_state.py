@@ -64,9 +64,9 @@ class FeatureState(DraftState):
         self._empty(rows, prompts)
         self._number[list(rows)] = 0
 
-    def select(self, rows: Tensor) -> Self:
+    def select(self, rows: Tensor, prompts: list[Sequence[int]] | None = None) -> Self:
         """Copy the state of some sequences, int64[batch']."""
-        other = super().select(rows)
+        other = super().select(rows, prompts)
         other._queue, other._number = self._queue[rows], self._number[rows]
         return other
 

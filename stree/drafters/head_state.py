@@ -55,9 +55,9 @@ class HeadState(FeatureState):
             self._state = self.head.new_state(len(self.prompts), length, max(self.max_nodes or 0, CHUNK + 1))
             self._state.fixed_shapes = fixes_shapes(self._state.lengths)
 
-    def select(self, rows: Tensor) -> Self:
+    def select(self, rows: Tensor, prompts: list[Sequence[int]] | None = None) -> Self:
         """Copy the state of some sequences, int64[batch']."""
-        other = super().select(rows)
+        other = super().select(rows, prompts)
         for name in ("_root_feedback", "_root_logits", "_feedback"):
             setattr(other, name, getattr(self, name)[rows])
         return other

@@ -222,10 +222,10 @@ class ModelRun(DraftRun):
                 self.acceptance_model.reset(row)
             self._read_prompts(rows)
 
-    def select(self, rows: Tensor, rng: Random) -> Self:
-        """Copy the state and what the acceptance model has learnt."""
+    def select(self, rows: Tensor, rng: Random, prompts: list[Sequence[int]] | None = None) -> Self:
+        """Copy the state and what the acceptance model has learnt; without ``prompts`` the host reads the rows."""
         other = copy(self)
-        other.state, other.rng, other._left_out = self.state.select(rows), rng, self._left_out[rows]
+        other.state, other.rng, other._left_out = self.state.select(rows, prompts), rng, self._left_out[rows]
         if self._growth is not None:
             other.acceptance_model = self.acceptance_model.select(rows)
         other._probs, other._own = None, None if self._own is None else self._own.select(rows)

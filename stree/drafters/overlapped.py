@@ -163,7 +163,7 @@ def _after(run: ModelRun, guessed: Seen, path: Tensor, lengths: Tensor) -> tuple
     Returns:
         The copy, and int64[batch], its likeliest next tokens.
     """
-    other = run.select(torch.arange(len(path), device=path.device), run.rng)
+    other = run.select(torch.arange(len(path), device=path.device), run.rng, run.state.prompts)
     proposal = run.draft.grown.proposal
     tokens = proposal.tree.tokens
     ratios, is_live = path_on_nodes(path, lengths, tokens.shape[1])
