@@ -209,13 +209,14 @@ class OneShotHead:
             [batch, n, vocab]; tokens that are no candidates of a selector, or of no draft vocabulary, have -inf.
         """
         place = (depths.long() + self._offset).clamp(max=self.block_size - 1)[..., None]
-        logits, hidden = slots.logits.take_along_dim(place, 1), slots.hidden.take_along_dim(place, 1)
+        logits = slots.logits.gather(1, place.expand(-1, -1, slots.logits.shape[2]))  # no index for every logit
+        hidden = slots.hidden.take_along_dim(place, 1)
         if self.config.markov is not None:
-            logits = logits + self.model.markov_head(tokens, hidden)
+            logits += self.model.markov_head(tokens, hidden)
         if slots.candidates is not None:
             candidates = slots.candidates.take_along_dim(place, 1)
             scores = logits.gather(-1, candidates) + self.model.candidate_selector(tokens, hidden, candidates)
-            logits = torch.full_like(logits, -torch.inf).scatter(-1, candidates, scores)
+            logits = torch.full_like(logits, -torch.inf).scatter_(-1, candidates, scores)
         return self._whole(logits)
 
     @torch.no_grad()

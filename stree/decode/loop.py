@@ -12,8 +12,9 @@ from torch import Tensor
 
 from stree.budget.policy import BudgetPolicy
 from stree.decode.capture import Capture
+from stree.decode.draft_memory import Drafting
 from stree.decode.logprobs import token_logprobs
-from stree.decode.memory import Drafting, Extent, path_nodes, traverses
+from stree.decode.memory import Extent, path_nodes, traverses
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences, Text
 from stree.decode.settings import Settings

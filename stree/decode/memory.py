@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import psutil
 import torch
 
+from stree.decode.draft_memory import Drafting, kept_rows, one_shot_heads, root_rows
 from stree.decode.logits_memory import accept_bytes, logprob_bytes, rule_bytes
 from stree.decode.token_rules import TokenRules
 from stree.drafters import Drafter, HeadDrafter, ModelDrafter
 from stree.drafters.draft_state import CHUNK
-from stree.drafters.tree_builder import FIRST_DRAFTED, narrowed, num_run
+from stree.drafters.tree_builder import FIRST_DRAFTED
 from stree.growth import Growth
-from stree.models.peak_bytes import peak_bytes
 from stree.models.prefill import pads_exactly
 from stree.models.prefill_memory import prefill_bytes
 from stree.models.state_size import StateSize, measure_state
@@ -23,7 +24,6 @@ from stree.models.tree_memory import tree_bytes
 from stree.verify import Verifier
 
 __all__ = [
-    "Drafting",
     "Extent",
     "arithmetic",
     "check_memory",
@@ -36,33 +36,6 @@ __all__ = [
 ]
 
 PAIR_BYTES = 10  # of a tree's masks, for every pair of its nodes: two of one byte and one of eight
-
-
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """Sizes of the trees that a draft model grows.
-
-    Attributes:
-        nodes: most nodes that are run for a tree, root included.
-        width: most of them that are run at once: a layer, or the root and the token before it.
-        is_heap: whether they grow node by node, which holds the distributions of all nodes.
-        model_bytes: of a text in the growth's acceptance model.
-    """
-
-    nodes: int
-    width: int
-    is_heap: bool = False
-    model_bytes: int = 0
-
-    @classmethod
-    def of(cls, growth: Growth | None, budget: int) -> Drafting | None:
-        """Return the sizes for a growth and its largest budget; None where nothing is grown."""
-        if growth is None or budget == 1:
-            return None
-        plan = narrowed(growth.plan(budget))
-        width = max(FIRST_DRAFTED, *(layer.width for layer in plan.layers[:-1]), 0)
-        learnt = peak_bytes(partial(growth.acceptance_model, 1, torch.device("cpu")))
-        return cls(num_run(plan), width, plan.is_heap, learnt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +114,10 @@ def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
         sums = " and ".join(
             arithmetic(model, extent.batch, extent.length, extent.nodes_of(place)) for place, model in enumerate(models)
         )
-        passing = f"{_size(_transient_bytes(models, extent))} of them in a prefill or a step"
+        passing = _size(_transient_bytes(models, extent, one_shot_heads(drafter, extent.nodes)))
         raise ValueError(
-            f"the states need {_size(need)}, {passing}, {sums}, and {_size(free)} are free on {lm.device}; "
+            f"the states need {_size(need)}, {passing} of them in a prefill or a step, {sums}, "
+            f"and {_size(free)} are free on {lm.device}; "
             "lower max_batch, max_length or budget"
         )
 
@@ -161,19 +135,20 @@ def needed_bytes(lm: TreeLM, drafter: Drafter, extent: Extent) -> int:
     for place, model in enumerate(models):
         rows = batch + max(extent.single_rows, _runs_one_by_one(model, extent))
         states += state_bytes(model, rows, length, extent.nodes_of(place))
-    return contexts + states + _transient_bytes(models, extent)
+    return contexts + states + _transient_bytes(models, extent, one_shot_heads(drafter, extent.nodes))
 
 
-def _transient_bytes(models: list[TreeLM], extent: Extent) -> int:
+def _transient_bytes(models: list[TreeLM], extent: Extent, heads: Sequence[Any] = ()) -> int:
     """Bytes that are free again after a prefill, which models run one after the other, or after a step."""
     if not models:  # a target without weights has neither
         return 0
-    target, *drafts = models
+    target, drafts = models[0], [*models[1:], *heads]
     nodes, drafting = extent.nodes, extent.drafting or Drafting(extent.nodes, extent.nodes)
     scoring = tree_bytes(target, extent.batch, nodes, extent.length)
     step = max(scoring, _ruled_bytes(target, extent, nodes), _logits_bytes(target, extent))
     drawn = drafting.nodes * sum(_row_bytes(model, extent) for model in drafts) * (not extent.is_greedy)
-    kept = FIRST_DRAFTED * sum(_row_bytes(model, extent) for model in drafts)  # logits of the root of the last draft
+    # Logits of the root of the last draft, and of a one-shot head's block.
+    kept = sum(kept_rows(model) * _row_bytes(model, extent) for model in drafts)
     growing = max((_growing_bytes(model, extent, drafting) for model in drafts), default=0)
     learnt = extent.batch * drafting.model_bytes if drafts else 0
     return learnt + max([kept + max(drawn + step, growing), *(_prefill_bytes(model, extent) for model in models)])
@@ -182,12 +157,13 @@ def _transient_bytes(models: list[TreeLM], extent: Extent) -> int:
 def _growing_bytes(lm: TreeLM, extent: Extent, drafting: Drafting) -> int:
     """Bytes of the logits and distributions of a draft model while a tree grows."""
     row, width = _row_bytes(lm, extent), drafting.width
-    ruled = _ruled_bytes(lm, extent, width, is_draft=True)
-    layer = FIRST_DRAFTED * row + max(tree_bytes(lm, extent.batch, width, extent.length), ruled)  # the root's are kept
+    scored = tree_bytes(lm, extent.batch, width, extent.length) if isinstance(lm, TreeLM) else 2 * width * row
+    root = root_rows(lm) * row
+    layer = root + max(scored, _ruled_bytes(lm, extent, width, is_draft=True))
     if drafting.is_heap:  # as drawn, what is left of them, a longer copy of that, and those of the last tree
         return layer + (4 - extent.is_greedy) * drafting.nodes * row
     if extent.is_greedy:  # with the probabilities by which candidates are ranked
-        return max(layer, (FIRST_DRAFTED + 2 * width) * row)
+        return max(layer, root + 2 * width * row)
     return layer + drafting.nodes * row
 
 

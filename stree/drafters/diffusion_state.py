@@ -80,7 +80,7 @@ class DiffusionState(DraftState):
             tokens, is_text = self._text(tree.tokens[:, 1])
             self._window = self.model.denoise(tokens, is_text, self._draw)
         place = (tree.depths[:, max(first, 1) :].long() - 1).clamp(0, self.model.num_drafted - 1)
-        return self._window.take_along_dim(place[..., None], 1)
+        return self._window.gather(1, place[..., None].expand(-1, -1, self._window.shape[2]))
 
     def _text(self, pending: Tensor) -> tuple[Tensor, Tensor]:
         """Return the last tokens of the texts, int64[batch, context], and which are there, bool[batch, context]."""

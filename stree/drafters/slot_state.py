@@ -63,7 +63,7 @@ class SlotState(HeadState):
             self._begin_tree(tree)
         else:
             self._place_nodes(self.decode_state, tree, first)
-        return self._logits.take_along_dim(self._place[:, first:, None], 1)
+        return self._logits.gather(1, self._place[:, first:, None].expand(-1, -1, self._logits.shape[2]))
 
     def _begin_tree(self, tree: TokenTree) -> None:
         """Begin with the block of the root, whose logits are known; it is run again with the first blocks below it."""

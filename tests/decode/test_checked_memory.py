@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -22,7 +23,8 @@ import stree
 from stree import generation
 from stree.decode import memory
 from stree.decode.memory import Extent
-from stree.drafters import ModelDrafter, NoDrafter, SuffixDrafter
+from stree.distill.heads import new_head
+from stree.drafters import Drafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import DySpec
 from stree.kernels.dispatch import as_on_device
 from stree.models import passed_checks, tree_memory
@@ -165,8 +167,17 @@ def test_steps_over_a_large_vocabulary_take_what_was_checked(
     assert 0.98 < needed_over_peak(has_drafter, sampling, dtype, monkeypatch, verifier=verifier, **options) < 1.05
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)])
+@pytest.mark.parametrize("kind", ["eagle3", "dflash", "diffusion"])
+def test_steps_with_a_head_take_what_was_checked(
+    kind: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0.95 < needed_over_peak(kind, sampling, torch.float32, monkeypatch) < 1.05
+
+
 def needed_over_peak(
-    has_drafter: bool, sampling: Sampling, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **options: Any
+    has_drafter: bool | str, sampling: Sampling, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> float:
     """Generate over a large vocabulary; return the memory that is checked over what is taken.
 
@@ -175,8 +186,16 @@ def needed_over_peak(
     checked: list[Any] = []
     monkeypatch.setenv("STREE_DEBUG", "")  # under which the logits of a step are kept
     monkeypatch.setattr(generation, "check_memory", lambda *given: checked.append(given))
-    target, draft = (stree.TreeLM(family_model("mamba2", dtype, seed, vocab_size=20_000)) for seed in (0, 1))
-    drafter = ModelDrafter(draft) if has_drafter else NoDrafter()
+    target, draft = (
+        stree.TreeLM(
+            family_model("mamba2" if isinstance(has_drafter, bool) else "bamba", dtype, seed, vocab_size=20_000)
+        )
+        for seed in (0, 1)
+    )
+    drafter: Drafter = ModelDrafter(draft) if has_drafter else NoDrafter()
+    if isinstance(has_drafter, str):
+        new_head(target, has_drafter, 0).save(folder := Path(mkdtemp()))
+        drafter = HeadDrafter(stree.heads.load(folder, target))
     options |= {"sampling": sampling, "budget": 16 if has_drafter else 1}
     behaviour = as_on_device(triton=False) if has_drafter and sampling.is_greedy else nullcontext()
     with behaviour, PeakMemory() as memory_of:
