@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.captured import captured
 from helpers.tiny_models import tiny_model
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3Model
@@ -131,40 +130,6 @@ def test_logits_are_those_of_transformers_layers_over_text_and_window() -> None:
         masked = [place for place, token in enumerate(window) if token == 11]
         assert torch.allclose(logits[0, masked], expected[masked], atol=1e-5)  # rotary angles are float32
     assert torch.equal(found[0, 2:], seen[0][0, 2:]), "tokens in place were drawn from the first step's distributions"
-
-
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
-def test_texts_are_those_of_plain_decoding(temperature: float, tmp_path: Path) -> None:
-    lm = stree.TreeLM(tiny_model("mamba2").float())
-    new_head(lm, "diffusion", 0).save(tmp_path)
-    drafter = stree.drafters.load(tmp_path, lm)
-    assert isinstance(drafter, HeadDrafter) and isinstance(drafter.head, MaskedDiffusion)
-    prompts, sampling = [[1, 2, 3], [4]], stree.Sampling(temperature)
-    two = HeadDrafter(drafter.head.with_steps(2))
-    plain, drafted = (
-        stree.generate(lm, prompts, each, budget=budget, sampling=sampling, max_new_tokens=12, verifier="match")
-        for each, budget in ((stree.drafters.NoDrafter(), 1), (two, 9))
-    )
-    assert drafted.sequences == plain.sequences and drafted.stats["draft_calls"] > 0
-    fused = stree.drafters.FusedDrafter(two, stree.drafters.SuffixDrafter())
-    assert stree.generate(lm, prompts, fused, budget=9, sampling=sampling, max_new_tokens=12, verifier="match")
-
-
-@pytest.mark.slow
-def test_captured_steps_give_the_texts_of_launched_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lm = stree.TreeLM(tiny_model("mamba2").float())
-    new_head(lm, "diffusion", 0).save(tmp_path)
-    head = stree.heads.load(tmp_path, lm)
-    assert isinstance(head, MaskedDiffusion)
-    drafter = HeadDrafter(head.with_steps(2))
-    options: dict[str, Any] = {"budget": 9, "max_new_tokens": 12, "max_length": 60, "sampling": stree.Sampling(0.9)}
-    expected = stree.generate(lm, [[1, 2, 3], [4]], drafter, **options)
-    lm = captured(monkeypatch, stree.TreeLM(lm.model))
-    for _ in range(2):
-        found = stree.generate(lm, [[1, 2, 3], [4]], drafter, **options)
-        graphs: Any = found.stats["graphs"]
-        assert found.sequences == expected.sequences and not graphs["not_captured"]
-    assert graphs["replays"] == found.stats["steps"]
 
 
 def test_what_cannot_be_drafted_is_refused(tmp_path: Path) -> None:

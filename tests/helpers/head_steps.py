@@ -12,7 +12,7 @@ from torch import Tensor
 import stree
 from helpers.draft_steps import DraftSteps
 from helpers.plain_heads import PlainBlocks
-from helpers.tiny_heads import block_tensors, target_and_block_head
+from helpers.tiny_heads import block_tensors, target_and_block_head, target_and_head
 from helpers.tiny_models import as_commit, path_to, random_texts, relative_error
 from stree.drafters import Draft, Drafter, HeadDrafter
 from stree.growth import Growth, Static
@@ -20,7 +20,7 @@ from stree.sampling import Sampling
 from stree.testing.enumeration import PLAIN, DraftedTrees, drafts_of
 from stree.tree import TokenTree
 
-__all__ = ["TEXTS", "BlockSteps", "HeadSteps", "SlotSteps", "drafts_of_head"]
+__all__ = ["TEXTS", "BlockSteps", "HeadSteps", "MtpSteps", "SlotSteps", "drafts_of_head"]
 
 TEXTS = random_texts(random.Random(0), [5, 1, 9])
 
@@ -75,6 +75,32 @@ class HeadSteps(DraftSteps):
         error = self.drafted_error(draft)
         self.accept(draft.tree, [[] for _ in self.texts])
         return error
+
+
+class MtpSteps(HeadSteps):
+    """Steps of an MTP head's run with the target's true hidden states."""
+
+    probe = Static([2, 2]), 7
+
+    def __init__(self, growth: Growth, temperature: float = 1.0) -> None:
+        super().__init__(*target_and_head(), growth, temperature)
+
+    def drafted_error(self, draft: Draft) -> float:
+        """Largest error of the distributions that a draft's nodes were drawn from, against the head run from anew."""
+        assert draft.probs is not None
+        tree, errors = draft.tree, [0.0]
+        for row, text in enumerate(self.texts):
+            for node in range(1, int(tree.num_nodes[row])):
+                path = path_to(tree, row, node)[:-1]  # to the parent, the root first
+                tokens, features = torch.tensor([[*text[1:], int(tree.tokens[row, 0])]]), self.hidden_of(text)[None]
+                features = features.flatten(2)
+                for below in path[1:]:
+                    feedback = self.head.run(tokens, features)[1]
+                    tokens = torch.cat([tokens, tree.tokens[row, below].view(1, 1)], 1)
+                    features = torch.cat([features, feedback[:, -1:]], 1)
+                fresh = self.head.run(tokens, features)[0][0, -1].softmax(-1)
+                errors.append(relative_error(draft.probs.probs[row, int(draft.probs.row[row, node])], fresh))
+        return max(errors)
 
 
 class BlockSteps(HeadSteps):
