@@ -94,6 +94,22 @@ def _sanitized(request: pytest.FixtureRequest) -> Iterator[None]:
     assert not findings, findings
 
 
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """Start Ray, once for all tests of a process."""
+    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'stree[ray]'")
+    from helpers.http_served import KEY
+
+    environment = {"env_vars": {"STREE_TEST_KEY": KEY, "OMP_NUM_THREADS": "1"}}
+    often = {"metrics_report_interval_ms": 1000}
+    ray.init(
+        address="local", num_cpus=6, include_dashboard=False, runtime_env=environment, _system_config=often,
+        log_to_driver=False,
+    )  # fmt: skip
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Save a tiny target with its tokenizer."""

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_pairs import byte_fallback, writing_model
 
 import stree
+from stree.cli import main
 from stree.integrations.ray import Generator, local_ray
 
-ray = pytest.importorskip("ray", reason="needs Ray: pip install 'stree[ray]'")
+pytest.importorskip("ray", reason="needs Ray: pip install 'stree[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(torch.cuda.is_available(), reason="compares texts of the CPU")]
 
 ROWS = 30
@@ -34,7 +34,7 @@ def finished(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_a_job_of_two_workers_that_is_killed_twice_writes_every_row_once(
+def test_a_job_of_two_workers_that_is_killed_writes_every_row_once(
     target_folder: str, target: Any, tmp_path: Path
 ) -> None:
     rows: list[dict[str, Any]] = [{"id": f"r{number}", "prompt": prompt(number)} for number in range(ROWS)]
@@ -43,19 +43,19 @@ def test_a_job_of_two_workers_that_is_killed_twice_writes_every_row_once(
     out = tmp_path / "out"
     command = [sys.executable, "-m", "stree.cli", "batch", str(tmp_path / "rows.jsonl"), "--out", str(out)]
     command += ["--target", target_folder, "--drafter", "suffix", "--workers", "2", "--max-new-tokens", str(NEW_TOKENS)]
-    for least in (1, ROWS // 2):
-        process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
-        while process.poll() is None and len(finished(out)) < least:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL and len(finished(out)) < ROWS, "it was killed before its end"
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    while process.poll() is None and not finished(out):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL and len(finished(out)) < ROWS, "it was killed before its end"
     subprocess.run(command, check=True)
     found = finished(out)
     assert sorted(row["id"] for row in found) == sorted(row["id"] for row in rows[:ROWS])
+    expected = stree.generate(target, [prompt(number) for number in range(ROWS)], "none", max_new_tokens=NEW_TOKENS)
     for row in found:
-        expected = stree.generate(target, [prompt(int(row["id"][1:]))], "none", max_new_tokens=NEW_TOKENS)
-        assert row["token_ids"] == expected.sequences[0][4:], row["id"]
-        assert row["finish_reason"] == expected.stats["finish_reasons"][0]
+        number = int(row["id"][1:])
+        assert row["token_ids"] == expected.sequences[number][4:], row["id"]
+        assert row["finish_reason"] == expected.stats["finish_reasons"][number]
     rejected = [json.loads(line) for line in (out / "rejected.jsonl").read_text().splitlines()]
     assert [(row["id"], row["reason"][:12]) for row in rejected] == [("r3", "an earlier r"), ("empty", "the prompt i")]
     before = {path: path.read_bytes() for path in out.iterdir()}
@@ -63,36 +63,20 @@ def test_a_job_of_two_workers_that_is_killed_twice_writes_every_row_once(
     assert {path: path.read_bytes() for path in out.iterdir()} == before, "a finished job is left as it is"
 
 
-def test_a_worker_that_fails_is_one_line_and_the_job_can_go_on(target_folder: str, tmp_path: Path) -> None:
+def test_a_worker_that_fails_is_one_line_and_the_job_can_go_on(
+    ray_cluster: None, target_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "w1"}\n')
-    command = [sys.executable, "-m", "stree.cli", "batch", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
-    command += ["--target", target_folder, "--drafter", "suffix", "--verifier", "block"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1] == (
+    command = ["batch", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
+    assert main([*command, "--target", target_folder, "--drafter", "suffix", "--verifier", "block"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
         "stree: error: a worker failed: ValueError: block verification takes trees without branches, such as Chain's; "
         "got SuffixDrafter; finished rows are kept, run it again to go on"
     )
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["job.json"]
 
 
-def test_texts_of_the_command_end_at_stop_strings_and_the_tokenizers_stop_token(tmp_path: Path) -> None:
-    tokenizer = byte_fallback("<|im_end|>")
-    ids = tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xE6>", "<0x97>", "<0xA5>", "<|im_start|>", *"us", "<|im_end|>"])
-    writing_model(tokenizer, ids, eos_token_id=tokenizer.eos_token_id + 1).model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    stops = [[], ["\n日"], ["日<|im_start|>u"], ["us"]]
-    rows = [{"id": number, "prompt": "x\n", "stop": own} for number, own in enumerate(stops)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "-m", "stree.cli", "batch", str(tmp_path / "rows.jsonl"), "--out", str(tmp_path / "out")]
-    command += ["--target", str(tmp_path / "model"), "--max-new-tokens", "20"]
-    done = subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
-    assert {"stree: 0 of 4 rows", "stree: 4 of 4 rows"} <= {*done.stderr.splitlines()}, done.stderr
-    found = sorted((row["id"], row["text"], row["finish_reason"]) for row in finished(tmp_path / "out"))
-    assert found == [(0, "日us", "stop"), (1, "日us", "stop"), (2, "", "stop"), (3, "日", "stop")]
-
-
-def test_the_actor_adds_texts_to_a_pipeline_of_one_s_own(target_folder: str, target: Any) -> None:
+def test_the_actor_adds_texts_to_a_pipeline_of_one_s_own(ray_cluster: None, target_folder: str, target: Any) -> None:
     import ray.data
 
     rows = [{"prompt": f"w{number} w2", "label": number} for number in range(3)] + [{"prompt": "", "label": 3}]

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import socket
+import ssl
 from collections.abc import Iterator
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.http_served import KEY, TEMPLATE, Served, listening
+from helpers.http_served import TEMPLATE, Served, listening
 
 import stree
 from stree.drafters import ModelDrafter
 from stree.inputs import ASSETS, load_tokenizer
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_tls_context() -> Iterator[None]:
+    """Read the certificates of authorities once, which takes each new client of the tests 25 ms."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +38,8 @@ def served() -> Iterator[Served]:
 
 
 @pytest.fixture(scope="session")
-def ray_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def ray_served(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """Serve the same by two replicas of Ray Serve."""
-    ray = pytest.importorskip("ray", reason="needs Ray: pip install 'stree[ray]'")
     from ray import serve
 
     from stree.integrations.ray import serve_app
@@ -41,9 +50,6 @@ def ray_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {"env_vars": {"STREE_TEST_KEY": KEY, "OMP_NUM_THREADS": "1"}}
-    often = {"metrics_report_interval_ms": 1000}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, runtime_env=environment, _system_config=often)
     serve.start(http_options={"port": port})
     serve.run(serve_app(
         str(target), str(ASSETS / "drafter"), name="tiny", tokenizer=folder, api_key_env="STREE_TEST_KEY",
@@ -52,7 +58,6 @@ def ray_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     alone = SimpleNamespace(lm=stree.TreeLM.from_pretrained(target))
     yield Served(f"http://127.0.0.1:{port}", alone, None, tokenizer)
     serve.shutdown()
-    ray.shutdown()
 
 
 @pytest.fixture(params=["served", pytest.param("ray_served", marks=pytest.mark.slow)])
