@@ -75,22 +75,6 @@ def test_every_node_may_be_followed_by_what_its_own_text_allows() -> None:
     assert checked > 30 and wrong > 20, "with the root's mask many nodes differ"
 
 
-def test_a_draft_model_s_own_tree_begins_with_the_token_before_the_pending_one() -> None:
-    process, texts = processing(6, [PATTERNS[1]], [2]), torch.tensor([[5, 5, 1, 2, 0, 0]])
-    seen = Seen(texts, torch.tensor([3]), torch.tensor([2]))
-    process.advance(seen)
-    draft = process.draft(seen)
-    assert draft is not None
-    tree = TokenTree(torch.tensor([[1, 2, 3, 1, 2]]), torch.tensor([[-1, 0, 1, 1, 3]], dtype=torch.int32))
-    for columns in (5, 2):
-        logits = torch.randn(1, 5, 6)[:, 5 - columns :]
-        found, following = draft(tree, logits)[0], regular(PATTERNS[1])
-        every: list[list[int] | None] = [None, [1, 2], [1, 2, 3], [1, 2, 1], None]  # the last one ends its text
-        for column, path in enumerate(every[5 - columns :]):
-            expected = logits[0, column] if path is None else masked(logits[0, column], following(path))
-            assert torch.equal(found[column], expected)
-
-
 PROMPTS, NEW = [[5, 6, 7, 8], [3, 4], [9, 9, 2]], 9
 
 
@@ -146,16 +130,6 @@ def test_greedy_text_is_that_of_transformers(drafts: str, max_batch: int | None)
     assert out.stats["finish_reasons"] == reasons
 
 
-@pytest.mark.parametrize("drafts", slow_unless(lambda name: name == "suffix", ["suffix", "model", "fused"]))
-def test_sampled_text_under_match_is_that_of_plain_decoding(drafts: str) -> None:
-    patterns = [PATTERNS[0], PATTERNS[2], None]
-    same = options(patterns, sampling=Sampling(1.5), presence_penalty=0.5)
-    plain = stree.generate(launched(), PROMPTS, NoDrafter(), **same).sequences
-    for max_batch in (None, 2):
-        found = stree.generate(launched(), PROMPTS, **way(drafts), verifier="match", max_batch=max_batch, **same)
-        assert found.sequences == plain
-
-
 def test_a_draft_model_follows_the_grammar_of_the_target() -> None:
     given: dict[str, Any] = {"grammar": Grammar.regex("[abc]{20}"), "tokenizer": TOKENIZER, "sampling": Sampling(1.0)}
     out = stree.generate(launched(), PROMPTS[:1], launched(), growth="chain:4", max_new_tokens=20, **given)
@@ -206,6 +180,7 @@ def test_a_stream_and_choices_and_lark() -> None:
     slow_unless(
         lambda *case: case == ("none", False),
         [(drafts, sampled) for drafts in ("none", "suffix", "model", "fused") for sampled in (False, True)],
+        in_ci=lambda drafts, sampled: sampled == (drafts in ("suffix", "fused")),
     ),
 )
 def test_captured_steps_are_replayed_with_and_without_a_grammar(

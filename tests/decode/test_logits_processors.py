@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from helpers.fast_cases import slow_unless
 from helpers.tiny_heads import target_and_head
 from helpers.tiny_models import (
     VOCAB,
@@ -26,7 +24,7 @@ from torch import Tensor
 import stree
 from stree import Sampling, TokenTree
 from stree.decode.logits_processors import LogitsProcessor, Node, RowProcessors, TreeProcessing
-from stree.drafters import Draft, Drafter, FusedDrafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.drafters import Draft, HeadDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import Chain, Static
 from stree.kernels.step.texts import Seen, Texts
 
@@ -232,35 +230,6 @@ def test_a_processor_may_return_another_dtype(dtype: torch.dtype) -> None:
         for processor in (lambda _, logits: logits.to(dtype), lambda _, logits: logits.to(dtype).float())
     )
     assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("drafts", "temperature"),
-    slow_unless(
-        lambda *case: case in (("suffix", 0.8), ("model", 0.0)),
-        itertools.product(("none", "suffix", "model", "fused"), (0.0, 0.8)),
-    ),
-)
-def test_processed_texts_do_not_depend_on_the_number_of_slots(drafts: str, temperature: float) -> None:
-    lm, model = patched(tiny_model("mamba2")), ModelDrafter(patched(tiny_model("bamba")))
-    every: dict[str, Drafter] = {"none": NoDrafter(), "suffix": SuffixDrafter(), "model": model}
-    drafter = FusedDrafter(model, SuffixDrafter()) if drafts == "fused" else every[drafts]
-    texts = random_texts(random.Random(0), [5, 3, 1, 7, 4])
-
-    def generated(max_batch: int | None) -> list[list[int]]:
-        return stree.generate(
-            lm, texts, drafter, budget=8, max_new_tokens=12, max_batch=max_batch, sampling=Sampling(temperature),
-            logits_processor=add_by_text,
-        ).sequences  # fmt: skip
-
-    def add_by_text(input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Make a token likely that all of the text decides on."""
-        weights = torch.arange(1, input_ids.shape[1] + 1) * (input_ids[0] + 1)
-        logits = logits.clone()
-        logits[0, int(weights.sum()) % VOCAB] += 3.0
-        return logits
-
-    assert generated(2) == generated(None)
 
 
 def test_a_draft_model_keeps_its_own_distribution_where_a_processor_leaves_none() -> None:

@@ -39,25 +39,36 @@ def drafter(name: str) -> Drafter:
     return FusedDrafter(model, SuffixDrafter()) if name == "fused" else every[name]
 
 
-def generated(name: str, temperature: float, max_batch: int | None, stop: int = -1) -> stree.Generation:
+def add_by_text(input_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """A logits processor that makes a token likely on which all of the text decides."""
+    weights = torch.arange(1, input_ids.shape[1] + 1) * (input_ids[0] + 1)
+    logits = logits.clone()
+    logits[0, int(weights.sum()) % logits.shape[1]] += 3.0
+    return logits
+
+
+def generated(
+    name: str, temperature: float, max_batch: int | None, stop: int = -1, processor: Any = None
+) -> stree.Generation:
     return stree.generate(
         lm(), TEXTS, drafter(name), budget=6, sampling=Sampling(temperature), max_new_tokens=NEW,
-        stop_token_ids=[stop], max_batch=max_batch,
+        stop_token_ids=[stop], max_batch=max_batch, logits_processor=processor,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature"),
+    ("name", "temperature", "processor"),
     slow_unless(
-        lambda name, _: name in ("suffix", "model"), [("none", 0.0), ("suffix", 0.8), ("model", 0.0), ("fused", 0.8)]
+        lambda name, *_: name in ("suffix", "model"),
+        [("none", 0.0, None), ("suffix", 0.8, add_by_text), ("model", 0.0, None), ("fused", 0.8, add_by_text)],
     ),
 )
-def test_no_text_depends_on_the_number_of_slots(name: str, temperature: float) -> None:
-    together = generated(name, temperature, None)
+def test_no_text_depends_on_the_number_of_slots(name: str, temperature: float, processor: Any) -> None:
+    together = generated(name, temperature, None, processor=processor)
     stop = together.sequences[1][3 + 4]  # ends some texts in the middle, and frees slots at different times
-    together = generated(name, temperature, None, stop)
+    together = generated(name, temperature, None, stop, processor)
     assert {"stop", "length"} == set(together.stats["finish_reasons"])
-    apart = generated(name, temperature, 2, stop)
+    apart = generated(name, temperature, 2, stop, processor)
     assert apart.sequences == together.sequences
     for key in ("finish_reasons", "num_prompt_tokens", "num_new_tokens"):
         assert apart.stats[key] == together.stats[key]
