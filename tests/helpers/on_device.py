@@ -5,6 +5,7 @@ Within a block use `stree.kernels.dispatch.as_on_device`.
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter
 from collections.abc import Container
 from contextvars import ContextVar
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -128,3 +130,12 @@ class PeakMemory(TorchDispatchMode):
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def untouched_memory(size: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """Return a tensor[size] whose memory, on a CPU, is given where it is touched; that of torch.empty is poisoned."""
+    if torch.device(device).type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    no_reserve = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
+    return torch.frombuffer(mmap.mmap(-1, size * dtype.itemsize, flags=flags), dtype=dtype)

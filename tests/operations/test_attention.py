@@ -8,13 +8,12 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_attention.py
 
 from __future__ import annotations
 
-import mmap
 from typing import Any
 
 import pytest
 import torch
 from helpers.launch_keys import launch_keys
-from helpers.on_device import NoHostReads
+from helpers.on_device import NoHostReads, untouched_memory
 from helpers.operation_families import ATTENTION
 from helpers.operation_problem import DEVICE, Problem, Tensors, error, mixed_parents, off_path, paths_to, random_parents
 from hypothesis import given, settings
@@ -161,13 +160,7 @@ def test_rows_may_have_any_strides_over_batch_heads_and_nodes() -> None:
 
 def test_rows_may_stand_farther_apart_than_32_bits_count() -> None:
     stride, rows = 2**30 + 64, 3  # the third row begins past 2^31
-    size = 2 * stride + 64
-    if DEVICE == "cpu":  # memory that is promised, and given where it is touched
-        no_reserve = 0x4000  # Linux's MAP_NORESERVE, which Python names from 3.13 on
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
-        memory = torch.frombuffer(mmap.mmap(-1, 2 * size, flags=flags), dtype=torch.float16)
-    else:
-        memory = torch.zeros(size, dtype=torch.float16, device=DEVICE)
+    memory = untouched_memory(2 * stride + 64, torch.float16, DEVICE)
     problem = draw(
         torch.tensor([[-1, 0, 0]], dtype=torch.int32), (3,), capacity=3, kv_heads=1, shared=1, dtype=torch.float16
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.fast_cases import slow_unless
 from helpers.launch_keys import launch_keys
-from helpers.on_device import treat_as_on_device
+from helpers.on_device import treat_as_on_device, untouched_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -176,7 +176,7 @@ def test_rows_of_any_strides_are_read_and_written(vocab: int) -> None:
 @pytest.mark.parametrize("axis", [0, 1])
 def test_rows_far_from_each_other_are_found(axis: int) -> None:
     far, near = 2**30, 2**5
-    room = torch.empty(2 * far + near, dtype=torch.bfloat16, device=DEVICE)  # of which few pages are touched
+    room = untouched_memory(2 * far + near, torch.bfloat16, DEVICE)
     shape, strides = ((3, 1, 20), (far, near, 1)) if axis == 0 else ((1, 3, 20), (near, far, 1))
     logits = room.as_strided(shape, strides)
     logits.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
