@@ -129,7 +129,7 @@ def test_another_weight_in_the_same_memory_is_packed_when_it_was_written_to_as_o
 @pytest.mark.slow
 @pytest.mark.usefixtures("onednn")
 def test_products_are_those_of_packed_weights_whether_compiled_or_not() -> None:
-    lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
+    lm = stree.TreeLM(tiny_model("mamba2", torch.float32, num_hidden_layers=1))
     lm.compile()
     state = lm.new_state(1, 16, 2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as prefilled:

@@ -89,21 +89,10 @@ def test_packed_sequences_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafter", ["bundled", "suffix"])
-def test_the_first_command_runs_where_the_packages_are_installed(drafter: str, tmp_path: Path) -> None:
+def test_the_first_command_runs_where_the_packages_are_installed(tmp_path: Path) -> None:
     write_packages(tmp_path)
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [
-        sys.executable,
-        "-m",
-        "stree.cli",
-        "generate",
-        "Tom has 3 apples.",
-        "--drafter",
-        drafter,
-        "--device",
-        "cpu",
-    ]
+    command = [sys.executable, "-m", "stree.cli", "generate", "Tom has 3 apples.", "--device", "cpu"]
     done = subprocess.run(
         [*command, "--max-new-tokens", "8"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )

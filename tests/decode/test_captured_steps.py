@@ -43,7 +43,7 @@ def drafter_named(name: str) -> Drafter:
     return every[name]
 
 
-QUICK = ("none", 0.8), ("calibrated", 0.0), ("opt-tree", 0.8)
+QUICK = ("none", 0.8), ("opt-tree", 0.8)
 IN_CI = {(name, 0.8 * ((place + 1) % 2)) for place, name in enumerate(GROWTHS)}
 WAYS = slow_unless(lambda *way: way in QUICK, itertools.product(GROWTHS, (0.0, 0.8)), in_ci=lambda *way: way in IN_CI)
 

@@ -6,6 +6,7 @@ Run: python -m pytest tests/decode/test_checked_memory.py
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -16,7 +17,7 @@ from helpers.captured import captured
 from helpers.fast_cases import slow_unless
 from helpers.grammars import letters_tokenizer
 from helpers.on_device import PeakMemory
-from helpers.tiny_family_models import family_model, matrix
+from helpers.tiny_family_models import EVERY_STATE, family_model, matrix
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig
 
 import stree
@@ -70,7 +71,7 @@ def test_a_prefill_of_every_family_takes_as_much_as_was_checked(family: str) -> 
     assert_prefill_is_checked(stree.TreeLM(family_model(family)), [128, 90])
 
 
-@pytest.mark.parametrize("family", matrix(fast=("bamba", "llama")))
+@pytest.mark.parametrize("family", matrix(fast=("bamba", "llama"), in_ci=EVERY_STATE))
 def test_a_prefill_in_chunks_takes_as_much_as_was_checked(family: str) -> None:
     lm = stree.TreeLM(family_model(family))
     lm.chunk_size = 128
@@ -146,24 +147,26 @@ def test_log_probabilities_token_rules_and_grammars_take_what_was_checked(
     assert 0.98 < needed_over_peak(has_drafter, sampling, torch.float32, monkeypatch, **options) < 1.05
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"logprobs": 3}, pytest.param(RULES, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+WAYS = [
+    (False, Sampling(), "auto"), (False, Sampling(0.8), "auto"), (True, Sampling(), "auto"),
+    (True, Sampling(0.8), "auto"), (True, Sampling(0.8), "match"), (True, Sampling(0.8, top_p=0.9), "auto"),
+]  # fmt: skip
+
+
+def in_ci(way: tuple[bool, Sampling, str], dtype: torch.dtype, options: dict[str, Any]) -> bool:
+    return options is not RULES and (dtype == torch.float32) == (WAYS.index(way) % 2 == 0)
+
+
 @pytest.mark.parametrize(
-    ("has_drafter", "sampling", "verifier"),
-    [
-        (False, Sampling(), "auto"),
-        (False, Sampling(0.8), "auto"),
-        (True, Sampling(), "auto"),
-        (True, Sampling(0.8), "auto"),
-        (True, Sampling(0.8), "match"),
-        (True, Sampling(0.8, top_p=0.9), "auto"),
-    ],
-)  # fmt: skip
+    ("way", "dtype", "options"),
+    slow_unless(
+        lambda *_: False, product(WAYS, (torch.float32, torch.bfloat16), ({"logprobs": 3}, RULES)), in_ci=in_ci
+    ),
+)
 def test_steps_over_a_large_vocabulary_take_what_was_checked(
-    has_drafter: bool, sampling: Sampling, verifier: str, dtype: torch.dtype, options: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    way: tuple[bool, Sampling, str], dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_drafter, sampling, verifier = way
     assert 0.98 < needed_over_peak(has_drafter, sampling, dtype, monkeypatch, verifier=verifier, **options) < 1.05
 
 

@@ -35,8 +35,8 @@ IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
 NUM_PROMPTS, NUM_TOKENS = (20, 128) if IS_FULL else (4, 32)
 # Of the logits' scale: two orders of summation in float32 differ by about 1e-6; a greater gap is no tie.
 TIE = 1e-4
-BUNDLED_WAYS = ["none", "suffix", "model-chain", "model-static", "model-stree", "model-layers", "model-heap"]
-BUNDLED_WAYS += ["self-layers"] if IS_FULL else []
+BUNDLED_WAYS = ["suffix", "model-stree", "model-layers"]
+BUNDLED_WAYS += ["none", "model-chain", "model-static", "model-heap", "self-layers"] if IS_FULL else []
 
 
 @cache

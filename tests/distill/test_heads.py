@@ -40,7 +40,7 @@ PAPERS = ("hass", "griffin", "fspad")
 TEXTS = [" ".join(f"w{1 + (start + step) % 8}" for step in range(30)) for start in range(20)]
 
 
-FAST = ("mtp-griffin", "dflash-plain")
+FAST = ("mtp-griffin",)
 
 
 @pytest.fixture(scope="module", params=slow_unless(FAST.__contains__, map("-".join, CASES)))

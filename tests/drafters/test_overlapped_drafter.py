@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["the target drafts", "another model drafts"])
-@pytest.mark.parametrize("name", slow_unless(("tree", "sampled rows").__contains__, OPTIONS))
+@pytest.mark.parametrize("name", slow_unless("tree".__eq__, OPTIONS))
 def test_texts_are_those_without_overlap(name: str, own: bool) -> None:
     lm = patched(tiny_model("mamba2"))
     drafter = ModelDrafter(lm if own else patched(tiny_model("llama")))
@@ -101,6 +101,7 @@ def test_texts_have_the_target_s_distribution_exactly(growth: Growth, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the distribution is enumerated above
 def test_sampled_texts_have_the_target_s_distribution() -> None:
     lm, draft_model = models()
     options: dict[str, Any] = {"growth": "chain:1", "budget": 2, "verifier": "rejection", "max_batch": 1}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from helpers.hooked_generate import PROMPTS, SMALL, hooked, new_tokens, small, target
 from scipy.stats import chisquare
 from torch import Tensor
@@ -80,9 +81,13 @@ def sampled(options: dict[str, Any], prompts: list[list[int]], **arguments: Any)
     return torch.bincount(cells, minlength=SMALL**3).double()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "drafter"), [*((name, "rejection") for name in PROCESSORS), ("all", "match"), ("all", "suffix")]
+    ("name", "drafter"),
+    slow_unless(
+        lambda *_: False,
+        [*((name, "rejection") for name in PROCESSORS), ("all", "match"), ("all", "suffix")],
+        in_ci=lambda name, drafter: name in ("temperature", "top-p", "all"),
+    ),
 )
 def test_sampled_texts_follow_transformers_own_distribution(name: str, drafter: str) -> None:
     prompt, (options, change) = [3, 4, 5, 3, 4, 5, 3], PROCESSORS[name]

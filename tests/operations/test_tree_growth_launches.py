@@ -6,6 +6,7 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_tree_growth_launc
 from __future__ import annotations
 
 from collections import Counter
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ if torch.cuda.is_available():
     pytest.skip("launches are counted under Triton's interpreter", allow_module_level=True)
 
 from helpers.draft_steps import GROWTHS
+from helpers.fast_cases import slow_unless
 from helpers.launch_keys import launch_keys
 from helpers.on_device import NoHostReads
 from helpers.tiny_models import patched, tiny_model
@@ -33,6 +35,7 @@ from stree.verify import accept
 
 PROMPTS = [[5, 6, 7, 8, 9, 3], [4, 4, 8, 1]]
 NAMES = ("calibrated", "dyspec", "sequoia", "specinfer", "rsds", "opt-tree", "eagle2")  # grown by kernels
+IN_CI = {(name, 0.8 * (place % 2)) for place, name in enumerate(NAMES)}
 
 
 def begun(growth: Growth, prompts: list[list[int]]) -> Any:
@@ -71,9 +74,10 @@ def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     treat_as_on_device(monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "temperature"),
+    slow_unless(lambda *case: False, product(NAMES, (0.0, 0.8)), in_ci=lambda *case: case in IN_CI),
+)
 def test_drafts_are_the_same_node_for_node(
     name: str, temperature: float, fixed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,9 +115,9 @@ def launches_of(growth: Growth, budget: int) -> Counter[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("temperature", "most", "most_besides"), [(0.0, 6, 8), (0.8, 7, 14)])
 def test_a_layer_takes_few_launches(temperature: float, most: int, most_besides: int) -> None:
-    growths = [Calibrated(depth, ranks=4).bind(Sampling(temperature)) for depth in (2, 4)]
+    growths = [Calibrated(depth, ranks=4).bind(Sampling(temperature)) for depth in (2, 3)]
     short, deep = (launches_of(growth, 16) for growth in growths)
-    each = (deep.total() - short.total()) / 2
+    each = deep.total() - short.total()
     assert each <= most, (each, deep - short)
     assert short.total() - 2 * each <= most_besides, short
     for name in (
@@ -122,7 +126,7 @@ def test_a_layer_takes_few_launches(temperature: float, most: int, most_besides:
         "append_kernel",
         "rank_kernel" if temperature == 0 else "table_kernel",
     ):
-        assert (short[name], deep[name]) == (2, 4)
+        assert (short[name], deep[name]) == (2, 3)
 
 
 def test_launches_of_a_layer_depend_on_sizes_and_not_on_values(fixed: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,9 @@ def test_the_exact_distribution_is_not_flat_and_the_draft_differs_from_it() -> N
     assert float((dists[0] - dists[1]).abs().sum(-1).mean() / 2) > 0.1
 
 
-# Every verifier is in the fixed part, with trees of every kind; STREE_FULL=1 runs all pairs.
-FIXED_PAIRS = [("rsds", "traversal"), ("static", "rejection"), ("layers", "traversal"), ("suffix", "match")]
+# Both sampled verifiers, with trees that are drawn and trees that are searched; "layers" is sampled below, and match
+# is compared token by token.  STREE_FULL=1 runs all pairs.
+FIXED_PAIRS = [("rsds", "traversal"), ("static", "rejection")]
 IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
 FEWER = SAMPLES if IS_FULL else 4 * BATCH
 

@@ -144,10 +144,14 @@ def check_whole(response: httpx.Response, text: str, *, is_whole: bool) -> None:
 
 
 KINDS, TIMES = ("idle", "streams", "whole", "queued"), ("within", "beyond")
-FAST = {("streams", "beyond")}
+FAST = {("streams", "within")}
+IN_CI = {("idle", "within"), ("streams", "beyond"), ("whole", "beyond"), ("queued", "within")}
 
 
-@pytest.mark.parametrize(("kind", "when"), slow_unless(lambda kind, when: (kind, when) in FAST, product(KINDS, TIMES)))
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    slow_unless(lambda *case: case in FAST, product(KINDS, TIMES), in_ci=lambda *case: case in IN_CI),
+)
 def test_a_server_stops(kind: str, when: str, server: Served, steps: Steps, caplog: pytest.LogCaptureFixture) -> None:
     is_whole = when == "within"
     num_tokens, grace = (FEW, 30.0) if is_whole else (MANY, 1.5)
