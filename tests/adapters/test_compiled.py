@@ -194,20 +194,6 @@ def test_a_hook_that_is_added_reaches_compiled_trees() -> None:  # as do weights
     _check(partial(tiny_model, "mamba2", num_hidden_layers=1), sizes=((0, 4),), change=_add_hook)
 
 
-@pytest.mark.slow
-def test_generation_with_a_compiled_model_writes_the_same_text() -> None:
-    texts = []
-    for is_compiled in (False, True):
-        lm = stree.TreeLM(tiny_model("mamba2", torch.float32, num_hidden_layers=1))
-        if is_compiled:
-            lm.compile()
-        drafter = stree.drafters.ModelDrafter(lm)
-        out = stree.generate(lm, [[5, 6, 7]], drafter, budget=8, max_new_tokens=24, ignore_eos=True)
-        texts.append(out.sequences)
-        assert (lm.compile_s > 0) == is_compiled
-    assert texts[0] == texts[1]
-
-
 def test_a_model_that_cannot_be_traced_says_so_and_runs(caplog: pytest.LogCaptureFixture) -> None:
     lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
     lm.model.get_output_embeddings().register_forward_hook(

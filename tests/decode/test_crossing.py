@@ -10,10 +10,15 @@ import os
 
 import pytest
 from helpers.crossing import Crossing, crossings, first_tokens, plain, run, without_mates
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, example, given, settings
 from scipy.stats import chi2_contingency
 
 DRAWS = int(os.environ.get("STREE_DRAWS", "0"))
+COMPILED = Crossing(
+    "mamba", "model", "default", 8, verifier="match", sampling="top-p", penalty=2.0, processor="none", grammar="",
+    stops=True, logprobs=2, lengths=(3, 7, 1), words=3, slots=2, way="generate", compiled=True, threads=1, keeps=False,
+    seed=5,
+)  # fmt: skip
 LEAST_P = 1e-7  # of 2,000 draws with a test each, one fails by chance in 5,000 runs
 
 
@@ -36,6 +41,7 @@ def check(one: Crossing) -> None:
 
 @pytest.mark.slow
 @given(one=crossings())
+@example(one=COMPILED)
 @settings(
     max_examples=DRAWS or 24, derandomize=not DRAWS, deadline=None, suppress_health_check=[*HealthCheck],
     phases=[Phase.explicit, Phase.generate],
