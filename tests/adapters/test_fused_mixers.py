@@ -14,15 +14,7 @@ import torch
 from helpers.family_states import Decoding, verified
 from helpers.fast_cases import slow_unless
 from helpers.tiny_family_models import family_model
-from helpers.tiny_models import (
-    TOLERANCE,
-    as_commit,
-    fresh_node_logits,
-    patched,
-    path_to,
-    real_nodes,
-    tree_error,
-)
+from helpers.tiny_models import TOLERANCE, as_commit, fresh_node_logits, patched, path_to, real_nodes, tree_error
 from transformers import PreTrainedModel
 
 from stree import TreeLM
@@ -104,11 +96,7 @@ def test_trees_of_a_small_mamba2_are_exact(calls: Counter[str]) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes"),
-    slow_unless(
-        lambda *_: False,
-        CASES,
-        in_ci=lambda family, changes: changes in (ONE_GROUP["mamba2"], SHORT),
-    ),
+    slow_unless(lambda *_: False, CASES, in_ci=lambda family, changes: changes in (ONE_GROUP["mamba2"], SHORT)),
 )
 def test_trees_between_deferred_commits_are_exact(family: str, changes: dict[str, Any], calls: Counter[str]) -> None:
     model = family_model(family, **changes)

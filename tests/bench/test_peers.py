@@ -51,8 +51,7 @@ def test_tau_is_the_same_for_ours_and_transformers_wherever_a_text_is_cut(new_to
 
 
 @pytest.mark.parametrize(
-    ("family", "prompts", "message"),
-    [("mamba2", [[5, 6]], "recurrent state"), ("llama", [[5, 6], [7]], "one prompt")],
+    ("family", "prompts", "message"), [("mamba2", [[5, 6]], "recurrent state"), ("llama", [[5, 6], [7]], "one prompt")]
 )
 def test_what_transformers_cannot_assist_is_refused(family: str, prompts: Any, message: str) -> None:
     with pytest.raises(NotImplementedError, match=message):

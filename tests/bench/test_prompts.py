@@ -46,11 +46,7 @@ def test_a_text_file_holds_a_prompt_a_paragraph_and_the_limit_is_kept(tmp_path: 
     ("name", "line", "message"),
     [
         ("mine", '{"prompt": ', r"suite 'mine': line 2 of suite\.jsonl: not JSON"),
-        (
-            "mine",
-            '{"other": 1}',
-            r"a record needs one of the fields prompt, question, turns, text, got other",
-        ),
+        ("mine", '{"other": 1}', r"a record needs one of the fields prompt, question, turns, text, got other"),
         ("mine", r'{"text": "a\ud800"}', r"line 2 .*: a prompt must be text of whole characters: .*surrogates"),
         ("humaneval", '{"question": "x"}', r"line 2 .*: a record needs the field prompt, got question"),
         ("mt_bench", '{"turns": []}', r"line 2 .*: turns must be a list of texts, got \[\]"),

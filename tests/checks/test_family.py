@@ -51,11 +51,7 @@ VERIFY, COMMIT = TreeLM.verify, TreeLM.commit
     [
         ("verify", as_chain, r"WRONG  a tree of 8, 3 and 12 nodes"),
         ("commit", of_the_whole_path, r"WRONG  a tree after the commit of a path in every row"),
-        (
-            "commit",
-            raising,
-            r"tokens in one batch\nthen: RuntimeError: shapes disagree",
-        ),
+        ("commit", raising, r"tokens in one batch\nthen: RuntimeError: shapes disagree"),
     ],
     ids=["a tree read as a chain", "a path cut short", "a failure"],
 )

@@ -9,16 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_heads import target_and_head
-from helpers.tiny_models import (
-    VOCAB,
-    patched,
-    path_to,
-    random_texts,
-    random_tree,
-    real_nodes,
-    right_padded,
-    tiny_model,
-)
+from helpers.tiny_models import VOCAB, patched, path_to, random_texts, random_tree, real_nodes, right_padded, tiny_model
 from torch import Tensor
 
 import stree

@@ -84,11 +84,7 @@ def test_retrieved_nodes_beyond_the_budget_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("growth", "temperature", "least"),
-    [
-        (Calibrated(3), 0.0, 6),
-        (Calibrated(3), 0.8, 6),
-        (DySpec(form="heap"), 1.0, 5),
-    ],
+    [(Calibrated(3), 0.0, 6), (Calibrated(3), 0.8, 6), (DySpec(form="heap"), 1.0, 5)],
     ids=["greedy", "sampled", "heap"],
 )
 def test_a_sure_retrieval_takes_the_budget_and_an_unsure_one_next_to_nothing(
@@ -141,8 +137,7 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1
 
 
 @pytest.mark.parametrize(
-    ("temperature", "growth", "budget"),
-    [(0.0, Chain(2), 8), (0.8, DySpec(depth=2), 8), (0.0, None, 2), (0.0, None, 3)],
+    ("temperature", "growth", "budget"), [(0.0, Chain(2), 8), (0.8, DySpec(depth=2), 8), (0.0, None, 2), (0.0, None, 3)]
 )
 def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Growth | None, budget: int) -> None:
     target, draft = patched(tiny_model("bamba")), patched(tiny_model("mamba2", seed=1))

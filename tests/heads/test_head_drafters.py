@@ -16,13 +16,7 @@ from helpers.fast_cases import slow_unless
 from helpers.head_steps import BlockSteps, HeadSteps, MtpSteps, SlotSteps, drafts_of_head
 from helpers.on_device import treat_as_on_device
 from helpers.plain_heads import PlainBlocks
-from helpers.tiny_heads import (
-    save_slot_head,
-    target_and_block_head,
-    target_and_head,
-    target_and_slot_head,
-    tiny_target,
-)
+from helpers.tiny_heads import save_slot_head, target_and_block_head, target_and_head, target_and_slot_head, tiny_target
 from helpers.tiny_models import TOLERANCE
 
 import stree

@@ -77,8 +77,7 @@ def test_texts_are_those_of_plain_decoding(family: str, kind: str, name: str) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "kind"),
-    [("llama", "dflash"), ("llama", "specblock"), ("qwen3_next", "mtp"), ("mamba2", "diffusion")],
+    ("family", "kind"), [("llama", "dflash"), ("llama", "specblock"), ("qwen3_next", "mtp"), ("mamba2", "diffusion")]
 )
 def test_retrieved_nodes_may_extend_the_trees(family: str, kind: str) -> None:
     lm, head = pair(family, kind)

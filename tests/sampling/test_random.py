@@ -25,11 +25,7 @@ from stree.sampling import Random
     [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB),
-        ),
+        ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB)),
     ],
     ids=["zeros", "ones", "pi"],
 )
@@ -121,10 +117,7 @@ def test_choice_never_returns_a_token_of_probability_zero(number: float, dtype: 
 
 
 def test_choice_from_a_distribution_without_mass_gives_index_zero() -> None:
-    assert random_rows(2).choice("draft", torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)).tolist() == [
-        0,
-        0,
-    ]
+    assert random_rows(2).choice("draft", torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)).tolist() == [0, 0]
 
 
 def test_choice_follows_its_distribution_whether_or_not_it_is_normalised() -> None:

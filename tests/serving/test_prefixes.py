@@ -21,11 +21,7 @@ from stree.growth import Chain
 from stree.models.prefix_cache import PrefixCache
 from stree.sampling import Sampling
 
-FAMILIES = [
-    pytest.param("mamba2", marks=pytest.mark.slow),
-    "bamba",
-    pytest.param("llama", marks=pytest.mark.slow),
-]
+FAMILIES = [pytest.param("mamba2", marks=pytest.mark.slow), "bamba", pytest.param("llama", marks=pytest.mark.slow)]
 SHARED, *ENDS = random_texts(random.Random(0), [180, 9, 9, 9, 9])
 EDITED = [*SHARED[:100], *ENDS[3], *SHARED[109:]]
 # With the tokens that are shared for certain, and those that are not run.

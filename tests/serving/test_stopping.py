@@ -149,8 +149,7 @@ IN_CI = {("idle", "within"), ("streams", "beyond"), ("whole", "beyond"), ("queue
 
 
 @pytest.mark.parametrize(
-    ("kind", "when"),
-    slow_unless(lambda *case: case in FAST, product(KINDS, TIMES), in_ci=lambda *case: case in IN_CI),
+    ("kind", "when"), slow_unless(lambda *case: case in FAST, product(KINDS, TIMES), in_ci=lambda *case: case in IN_CI)
 )
 def test_a_server_stops(kind: str, when: str, server: Served, steps: Steps, caplog: pytest.LogCaptureFixture) -> None:
     is_whole = when == "within"
