@@ -17,18 +17,23 @@ from itertools import count, islice
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from stree.kernels.clock import compile_seconds, compiling
+from stree.models.patched_model import PatchedModel
 from stree.models.state import DecodeState
 from stree.models.tree_step import TreeInputs
 
 if TYPE_CHECKING:
+    from stree.models.compiled_files import CompiledFiles
     from stree.models.compiled_function import CompiledFunction
 
 __all__ = ["CompiledSteps"]
 
 logger = logging.getLogger("stree")
+
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest score, by the model's dtype
 
 Scored = tuple[Tensor, Tensor | None]  # logits, and hidden states where some were asked for
 Score = Callable[[DecodeState, TreeInputs, Sequence[int] | None], Scored]
@@ -45,7 +50,11 @@ class CompiledSteps:
     Threads may share it.  They read functions without a lock, and one at a time compiles: torch's tracing and inductor
     keep state in globals.
 
+    What another process has compiled for such a model is read from disk.  The first scores of such a function are
+    compared with torch's, because a program may have changed the model's code in memory, which no hash sees.
+
     Args:
+        lm: the model.
         score: scores a tree in torch; it reads no values of tensors and writes only to the state's stash.
         layout: what the functions depend on beside their arguments; see ``layout_of``.
         sizes: of the model; the example that is traced has others where a size is symbolic.
@@ -54,11 +63,12 @@ class CompiledSteps:
         compile_s: seconds that compiling has taken so far.
     """
 
-    def __init__(self, score: Score, layout: Hashable, sizes: Collection[int]) -> None:
-        self._score, self.layout, self._model_sizes = score, layout, frozenset(sizes)
+    def __init__(self, lm: PatchedModel, score: Score, layout: Hashable, sizes: Collection[int]) -> None:
+        self._lm, self._score, self.layout, self._model_sizes = lm, score, layout, frozenset(sizes)
         self._functions: list[CompiledFunction] = []
         self._by_sizes: dict[Hashable, CompiledFunction | None] = {}  # None: not compiled
         self._most_nodes: int | None = None  # of a tree that can be compiled, once a compilation has failed
+        self._files: CompiledFiles | None = None
         self.compile_s = 0.0
 
     def score(self, state: DecodeState, inputs: TreeInputs, hidden_layers: Sequence[int] | None) -> Scored:
@@ -72,7 +82,8 @@ class CompiledSteps:
             n = inputs.parents.shape[1]
             is_refused = self._most_nodes is not None and n > self._most_nodes
             example = partial(self._scoring, layers, state, inputs)
-            found = None if is_refused else self._find_or_compile(kind, example, tensors)
+            is_right = partial(self._is_right, layers, state, inputs, tensors)
+            found = None if is_refused else self._find_or_compile(kind, example, tensors, is_right)
             if found is None and not is_refused:
                 self._most_nodes = 0 if n == 1 else 1
             self._by_sizes[sizes] = found
@@ -95,13 +106,16 @@ class CompiledSteps:
             function(tensors)
 
     def _find_or_compile(
-        self, kind: Hashable, example: Callable[[_Sizes], Example], wanted: Sequence[Tensor]
-    ) -> CompiledFunction | None:
-        """Return a function that takes the ``wanted`` tensors, or None where what is run cannot be compiled."""
-        from stree.models.compiled_function import (
-            CompiledFunction,
-            compile_lock,
-        )  # imports inductor, which takes seconds
+        self, kind: Hashable, example: Callable[[_Sizes], Example], wanted: Sequence[Tensor],
+        is_right: Callable[[CompiledFunction], bool] = lambda _: True,
+    ) -> CompiledFunction | None:  # fmt: skip
+        """Return a function that takes the ``wanted`` tensors, or None where what is run cannot be compiled.
+
+        One that is on disk is taken if it ``is_right``.
+        """
+        with compiling():  # imports inductor, which takes part of a second
+            from stree.models.compiled_files import CompiledFiles
+            from stree.models.compiled_function import CompiledFunction, compile_lock
 
         with compile_lock:
             for function in self._functions:
@@ -111,11 +125,17 @@ class CompiledSteps:
             began = compile_seconds()
             try:
                 with compiling():
-                    run, tensors = example(symbolic)
-                    has_one_row = kind != "commit" and tensors[0].numel() == 1
-                    function = CompiledFunction.compile(
-                        kind, run, tensors, astuple(symbolic), wanted, has_one_row=has_one_row
-                    )
+                    self._files = self._files or CompiledFiles(self._lm)
+                    loaded = self._files.load(kind, wanted)
+                    if loaded is not None and is_right(loaded):
+                        function = loaded
+                    else:
+                        run, tensors = example(symbolic)
+                        has_one_row = kind != "commit" and tensors[0].numel() == 1
+                        function = CompiledFunction.compile(
+                            kind, run, tensors, astuple(symbolic), wanted, has_one_row=has_one_row
+                        )
+                        self._files.save(function)
             except Exception as problem:  # the model's own code may do anything
                 what = "commits" if kind == "commit" else "trees"
                 nodes = "one node" if wanted[0].shape[1] == 1 else "several nodes"
@@ -126,6 +146,23 @@ class CompiledSteps:
                 self.compile_s += compile_seconds() - began
             self._functions.append(function)
             return function
+
+    def _is_right(
+        self, layers: tuple[int, ...] | None, state: DecodeState, inputs: TreeInputs, tensors: Sequence[Tensor],
+        function: CompiledFunction,
+    ) -> bool:  # fmt: skip
+        """Whether a function that was read from disk scores a tree as torch does."""
+        logits, hidden = self._score(state, inputs, layers)
+        is_node = inputs.parents >= 0
+        is_node[:, 0] = True
+        for wanted, found in zip([logits] if hidden is None else [logits, hidden], function(tensors), strict=True):
+            nodes = is_node[:, inputs.first :].to(wanted.device)
+            wanted, found = wanted[nodes].double(), found[nodes].double()
+            most = TOLERANCE.get(self._lm.dtype, 0.1) * wanted.abs().max()
+            if wanted.shape != found.shape or not bool((wanted - found).abs().max() <= most):
+                logger.warning("a compiled function on disk differs from the model, and is compiled again")
+                return False
+        return True
 
     def _scoring(
         self, layers: tuple[int, ...] | None, state: DecodeState, inputs: TreeInputs, sizes: _Sizes

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.convert_frame import compile_lock
 from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx
+from torch._inductor import standalone_compile
+from torch._inductor.standalone_compile import CompiledArtifact
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -34,15 +36,15 @@ class CompiledFunction:
         kind: of the calls that it serves.
         compiled: takes tensors as those that it was traced with, then the weights.
         weights: parameters, buffers and constants that the trace read.
-        shapes: sizes of the tensors, symbols included.
-        assumes: whether what the trace and inductor assumed of sizes is true of them, from a size for each symbol.
+        shapes: sizes of the tensors, or names of symbols.
+        conditions: what the trace and inductor assumed of the symbols, an expression of Python.
     """
 
     kind: Hashable
     compiled: Callable[..., Any]
     weights: list[Tensor]
-    shapes: list[tuple[Any, ...]]
-    assumes: Callable[[Mapping[Any, int]], bool]
+    shapes: list[list[int | str]]
+    conditions: str
 
     def __call__(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run it."""
@@ -77,55 +79,72 @@ class CompiledFunction:
         """
         env = ShapeEnv()
         mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
-        fakes = [_fake(mode, tensor, symbolic) for tensor in tensors]
+        fakes: list[Any] = [_fake(mode, tensor, symbolic) for tensor in tensors]
         with mode, enable_python_dispatcher(), as_on_device(triton=False):  # the host reads no values
             graph = make_fx(run, _allow_non_fake_inputs=True)(*fakes)
-        shapes = [tuple(map(_expression, fake.shape)) for fake in fakes]
-        if not _hold(_assumptions(env, shapes), shapes, wanted):
+        if not cls.holds(wanted, *_assumptions(env, fakes)):
             raise ValueError("the model runs other operations on other sizes")
+        num_tensors = len(fakes)
         weights = _lift_constants(graph)
         fakes += [_fake(mode, weight, ()) for weight in weights]
         with tracing(TracingContext(mode)):
-            compiled: Any = compile_fx(graph, fakes, config_patches=CONFIG | ONE_ROW if has_one_row else CONFIG)
-        shapes = [tuple(map(_expression, fake.shape)) for fake in fakes[: len(tensors)]]
-        function = cls(kind, compiled, weights, shapes, _assumptions(env, shapes))
+            options = {"config_patches": CONFIG | ONE_ROW if has_one_row else CONFIG}
+            compiled: Any = standalone_compile(graph, fakes, dynamic_shapes="from_tracing_context", options=options)
+        function = cls(kind, compiled, weights, *_assumptions(env, fakes[:num_tensors]))
         if not function.takes(wanted):
             raise ValueError("inductor's code holds for the sizes of its example only")
         return function
 
+    @classmethod
+    def load(
+        cls, file: Path, kind: Hashable, named: Mapping[str, Tensor],
+        *, names: list[str], shapes: list[list[int | str]], conditions: str,
+    ) -> CompiledFunction:  # fmt: skip
+        """Read what ``save`` has written; ``names`` are those of its weights among ``named``."""
+        weights = [named[name] for name in names]
+        return cls(kind, CompiledArtifact.load(path=str(file)), weights, shapes, conditions)
+
+    def save(self, file: Path) -> None:
+        """Write what inductor has made.
+
+        Raises:
+            Exception: inductor cannot write it, as where its cache is off.
+        """
+        artifact: Any = self.compiled
+        artifact.save(path=str(file))
+
     def takes(self, tensors: Sequence[Tensor]) -> bool:
         """Whether it is right for tensors of these sizes."""
-        return _hold(self.assumes, self.shapes, tensors)
+        return self.holds(tensors, self.shapes, self.conditions)
 
-
-def _hold(
-    assumes: Callable[[Mapping[Any, int]], bool], shapes: Sequence[Sequence[Any]], tensors: Sequence[Tensor]
-) -> bool:
-    """Whether tensors have these shapes, and what was assumed of the symbols in them is true."""
-    values: dict[Any, int] = {}
-    for shape, tensor in zip(shapes, tensors, strict=True):
-        if len(shape) != tensor.dim():
-            return False
-        for wanted, size in zip(shape, tensor.shape, strict=True):
-            if (wanted if isinstance(wanted, int) else values.setdefault(wanted, size)) != size:
+    @staticmethod
+    def holds(tensors: Sequence[Tensor], shapes: list[list[int | str]], conditions: str, **_: Any) -> bool:
+        """Whether tensors have these shapes, and what was assumed of the symbols in them is true."""
+        values: dict[str, int] = {}
+        for shape, tensor in zip(shapes, tensors, strict=True):
+            if len(shape) != tensor.dim():
                 return False
-    return assumes(values)
+            for wanted, size in zip(shape, tensor.shape, strict=True):
+                if (wanted if isinstance(wanted, int) else values.setdefault(wanted, size)) != size:
+                    return False
+        return bool(eval(conditions, {}, values))
 
 
-def _assumptions(env: ShapeEnv, shapes: Sequence[Sequence[Any]]) -> Callable[[Mapping[Any, int]], bool]:
-    """Return what is assumed of the symbols in these shapes as a function of their sizes.
+def _assumptions(env: ShapeEnv, fakes: Sequence[Tensor]) -> tuple[list[list[int | str]], str]:
+    """Return shapes of tensors, with names of symbols, and what is assumed of these as an expression of Python.
 
-    It is Python's code: to substitute sizes in sympy's expressions takes a millisecond for each new size of a state.
-    The other symbols are sizes and offsets of storages, which are laid out alike in all states of these sizes.
+    To substitute sizes in sympy's expressions would take a millisecond for each new size of a state.  Other symbols are
+    sizes and offsets of storages, which are laid out alike in all states of these sizes.
     """
+    shapes = [[*map(_expression, fake.shape)] for fake in fakes]
     symbols = {size for shape in shapes for size in shape if not isinstance(size, int)}
     assumed = [env.replace(guard.expr) for guard in env.guards]
     conditions = [PythonPrinter().doprint(one) for one in assumed if one.free_symbols <= symbols]
-    for symbol in symbols:
+    for symbol in sorted(symbols, key=str):
         lower, upper = env.var_to_range[symbol].lower, env.var_to_range[symbol].upper
         conditions.append(f"{lower} <= {symbol}" + (f" <= {upper}" if upper.is_Integer else ""))
-    code = compile(" and ".join(dict.fromkeys(conditions)) or "True", "<assumptions>", "eval")
-    return lambda values: bool(eval(code, {}, {str(symbol): size for symbol, size in values.items()}))
+    named = [[size if isinstance(size, int) else str(size) for size in shape] for shape in shapes]
+    return named, " and ".join(dict.fromkeys(conditions)) or "True"
 
 
 def _fake(mode: FakeTensorMode, tensor: Tensor, symbolic: Collection[int]) -> Tensor:
@@ -154,5 +173,7 @@ def _lift_constants(graph: GraphModule) -> list[Tensor]:
         node.replace_all_uses_with(inputs[node.target])
         graph.graph.erase_node(node)
     weights = [getattr(graph, name) for name in names]
+    for name in names:
+        delattr(graph, name)  # inductor would make it an input once more
     graph.recompile()
     return weights

@@ -125,10 +125,10 @@ class TreeScorer(PatchedModel):
 
         On a CPU a small model's step is mostly calls of operators, of which the compiled functions make few.  They need
         a C++ compiler.  Each kind of call is compiled when it occurs for the first time, in seconds to a minute, and
-        kept in inductor's cache on disk.  Attention then reads ``max_length`` rows of the state at any length.  Prefill
-        is not compiled, nor is a model whose code depends on values, mixtures of experts, and of Mamba-1 and RG-LRU
-        only trees of one node are (logged).  Hooks on modules run when a call is traced: what they do to
-        tensors is compiled, their other effects are not repeated.
+        kept in inductor's cache on disk, from where later processes load it unless modules have hooks.  Attention then
+        reads ``max_length`` rows of the state at any length.  Prefill is not compiled, nor is a model whose code
+        depends on values, mixtures of experts, and of Mamba-1 and RG-LRU only trees of one node are (logged).  Hooks on
+        modules run when a call is traced: what they do to tensors is compiled, their other effects are not repeated.
 
         Raises:
             NotImplementedError: the model is not on the CPU; on CUDA, steps are captured as CUDA graphs.
@@ -161,7 +161,7 @@ class TreeScorer(PatchedModel):
         with _replacing:
             compiled: CompiledSteps | None = self.cache.get("compiled")
             if compiled is None or compiled.layout != layout:
-                self.cache["compiled"] = compiled = CompiledSteps(self._score_nodes, layout, sizes_of(self.model))
+                self.cache["compiled"] = compiled = CompiledSteps(self, self._score_nodes, layout, sizes_of(self.model))
         return compiled
 
     @torch.no_grad()

@@ -85,7 +85,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
 
     target = locate(arguments.target, "target")
     cores = FreeCores()  # measured while libraries and models are loaded
-    import_models()
+    import_models(compiles=arguments.compile)
     from transformers.utils import logging
 
     from stree.models.families import config_of_text_model, family_of

@@ -31,12 +31,17 @@ def without_collection() -> Iterator[None]:
             atexit.register(gc.unfreeze)  # extension modules report what the last collection leaves
 
 
-def import_models() -> None:
-    """Import what every command that generates needs of transformers and of this package."""
+def import_models(*, compiles: bool = False) -> None:
+    """Import what every command that generates needs of transformers and of this package; inductor if it compiles."""
     with without_collection():
         from transformers import AutoTokenizer  # noqa: F401
 
-        import stree.warming  # noqa: F401
+        import stree.warming
+
+        if compiles:
+            import torch._inductor.compile_fx  # noqa: F401
+
+            import stree.models.compiled_files  # noqa: F401
 
 
 def import_own(names: str | None) -> None:

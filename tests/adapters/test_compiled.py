@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +21,7 @@ from helpers.tiny_models import tiny_model
 from torch import Tensor
 
 import stree
+from benchmarks import ROOT
 from stree.models.tree_lm import TreeLM
 
 PARENTS = [-1, 0, 0, 1, 1, 2, 3, 3, 5]
@@ -111,7 +117,7 @@ def _check_sizes(lm: TreeLM, sizes: Sequence[tuple[int, int, int, int, int]], ca
 @pytest.fixture
 def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run traces as they are: inductor takes ten times as long, and what it is given is what is tested."""
-    monkeypatch.setattr("stree.models.compiled_function.compile_fx", lambda graph, inputs, **_: graph)
+    monkeypatch.setattr("stree.models.compiled_function.standalone_compile", lambda graph, inputs, **_: graph)
 
 
 QUICK = {(17, 0, 4, 12, 61)}
@@ -192,6 +198,59 @@ def test_compiled_commits_leave_the_states_that_others_leave(
 @pytest.mark.slow
 def test_a_hook_that_is_added_reaches_compiled_trees() -> None:  # as do weights: test_threads.py
     _check(partial(tiny_model, "mamba2", num_hidden_layers=1), sizes=((0, 4),), change=_add_hook)
+
+
+OTHER_PROCESS = """
+import copy, json, logging, sys
+import torch
+from helpers.tiny_models import tiny_model
+from transformers.models.mamba2.modeling_mamba2 import Mamba2RMSNorm
+import stree
+from stree.models.compiled_function import CompiledFunction
+
+seed, scale = int(sys.argv[1]), float(sys.argv[2])
+compiled, compile, messages, errors = [], CompiledFunction.compile, [], []
+CompiledFunction.compile = lambda kind, *rest, **more: compiled.append(str(kind)) or compile(kind, *rest, **more)
+handler = logging.Handler()
+handler.emit = lambda record: messages.append(record.getMessage())
+logging.getLogger("stree").addHandler(handler)
+if scale != 1:  # a change in memory
+    norm = Mamba2RMSNorm.forward
+    Mamba2RMSNorm.forward = lambda self, x: scale * norm(self, x)
+model = tiny_model("mamba2", num_hidden_layers=1)
+with torch.no_grad():
+    model.get_output_embeddings().weight.mul_(seed)
+lms = stree.TreeLM(copy.deepcopy(model)), stree.TreeLM(model)
+lms[1].compile()
+for lm in lms:
+    state = lm.new_state(1, 64, 8)
+    lm.prefill(state, torch.tensor([[1, 2, 3]]))
+    found = []
+    for token in (4, 5):
+        found.append(lm.verify(state, stree.TokenTree.chain([token])))
+        lm.commit(state, torch.tensor([[0]]), torch.tensor([1]))
+    errors.append(torch.stack(found))
+error = float((errors[0] - errors[1]).abs().max() / errors[0].abs().max())
+print(json.dumps({"compiled": compiled, "messages": messages, "error": error}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_later_processes_load_what_one_has_compiled_unless_the_model_has_other_code(tmp_path: Path) -> None:
+    found = []
+    for seed, scale in ((1, 1), (2, 1), (1, 3)):
+        done = subprocess.run(
+            [sys.executable, "-c", OTHER_PROCESS, str(seed), str(scale)], capture_output=True, text=True, timeout=500,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+        assert found[-1]["error"] < 1e-5
+    first, other_weights, other_code = found
+    assert len(first["compiled"]) == 2 and other_weights["compiled"] == []  # a score and a commit
+    assert first["messages"] == other_weights["messages"] == []
+    assert len(other_code["compiled"]) == 1 and "differs from the model" in other_code["messages"][0]
 
 
 def test_a_model_that_cannot_be_traced_says_so_and_runs(caplog: pytest.LogCaptureFixture) -> None:

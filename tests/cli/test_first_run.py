@@ -144,7 +144,7 @@ def test_a_command_loads_what_it_needs_and_leaves_the_users_threads() -> None:
     assert found["status"] == 0
     assert not {"torch", "transformers", "numba", "numpy", "rich", "psutil"} & {*found["helps"]}
     families = [f"transformers.models.{name}.modeling_{name}" for name in ("minimax", "mamba", "qwen3_next")]
-    assert not {"rich.console", "fastapi", "ray", *families} & {*found["runs"]}
+    assert not {"rich.console", "fastapi", "ray", "torch._inductor.compile_fx", *families} & {*found["runs"]}
     assert found["threads"] == 2, "whatever else runs on this machine"
     assert found["collects"]
     summary = [line.split()[:1] for line in done.stderr.splitlines() if line]

@@ -1,0 +1,85 @@
+"""Compiled functions on disk, below inductor's cache: a later process loads them, where to trace one takes seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import config
+from torch._inductor.codecache import write_atomic
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+from stree.models.compiled_function import CompiledFunction
+from stree.models.layout import portable_layout_of
+from stree.models.passed_checks import code_digest
+from stree.models.patched_model import PatchedModel
+from stree.models.patching import is_hooked
+
+__all__ = ["CompiledFiles"]
+
+logger = logging.getLogger("stree")
+
+
+class CompiledFiles:
+    """The folder of the compiled functions of models that differ in nothing but the values of their weights.
+
+    Its name is a hash of the model's configuration, settings, shapes of weights and classes, of the code that runs
+    them, and of all settings of torch that a trace or inductor reads.  A function has two files: what inductor has
+    made, and in JSON which weights it takes, for which sizes it holds.  Models with hooks on modules have no files.
+
+    Args:
+        lm: the model.
+    """
+
+    def __init__(self, lm: PatchedModel) -> None:
+        self._lm = lm
+        self._named = dict([*lm.model.named_parameters(), *lm.model.named_buffers()])
+
+    def load(self, kind: Hashable, wanted: Sequence[Tensor]) -> CompiledFunction | None:
+        """Return a function for a kind of calls that takes the ``wanted`` tensors, or None."""
+        for file in [] if self._folder is None else sorted(self._folder.glob("*.json")):
+            try:
+                record = json.loads(file.read_text())
+                if record.pop("kind") == repr(kind) and CompiledFunction.holds(wanted, **record):
+                    return CompiledFunction.load(file.with_suffix(".bin"), kind, self._named, **record)
+            except Exception as problem:  # files of another release, or half of them; torch raises anything
+                logger.debug("%s is not loaded: %s: %s", file, type(problem).__name__, problem)
+        return None
+
+    def save(self, function: CompiledFunction) -> None:
+        """Write a function down, unless it takes tensors that are no weights of the model, or inductor cannot."""
+        names = {id(tensor): name for name, tensor in self._named.items()}
+        if self._folder is None or not {*map(id, function.weights)} <= names.keys():
+            return
+        shapes, conditions = function.shapes, function.conditions
+        record: dict[str, Any] = {"kind": repr(function.kind), "shapes": shapes, "conditions": conditions}
+        text = json.dumps(record | {"names": [names[id(weight)] for weight in function.weights]})
+        file = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            function.save(file.with_suffix(".bin"))
+            write_atomic(str(file.with_suffix(".json")), text)
+        except Exception as problem:  # inductor keeps no cache, or no file can be written
+            logger.debug("%s is not written: %s: %s", file, type(problem).__name__, problem)
+
+    @cached_property
+    def _folder(self) -> Path | None:
+        """Folder of the files, or None where the model has none."""
+        modules = [*self._lm.model.modules()]
+        if any(map(is_hooked, modules)):
+            return None
+        switches: tuple[Any, ...] = (
+            torch.get_num_threads(), torch.get_default_dtype(), torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled,
+            getattr(torch.cpu, "get_capabilities", dict)(), config.save_config_portable(),
+        )  # fmt: skip
+        kinds = {type(module) for module in (self._lm, *modules)}
+        digest = code_digest((portable_layout_of(self._lm), switches), kinds, self._lm.device)
+        return None if digest is None else Path(cache_dir(), "stree", digest)
