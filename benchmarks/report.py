@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from stree.bench.records import Record, append, environment, write
+from stree.bench.records import ROOT, Record, append, environment, write
 from stree.bench.tables import table
 
-__all__ = ["command_line", "finish"]
+__all__ = ["command_line", "digests", "finish"]
 
 
 def command_line(
@@ -20,6 +21,11 @@ def command_line(
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help=out, default=default, required=required)
     return parser
+
+
+def digests(files: Iterable[Path]) -> dict[str, str]:
+    """Return the hashes of files of the repository, by path: a record that has them tells what it was made of."""
+    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in sorted(files)}
 
 
 def finish(

@@ -12,7 +12,6 @@ the files that it was made from.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
@@ -29,7 +28,7 @@ import triton
 
 from benchmarks.ahead_of_time.faults import NARROW, faults
 from benchmarks.ahead_of_time.launches import TARGET, Build
-from benchmarks.report import command_line
+from benchmarks.report import command_line, digests
 from stree.bench.records import ROOT, Record, write
 
 FIGURES = ("registers", "spill_bytes", "shared_bytes")
@@ -39,8 +38,7 @@ SHARED_LIMIT = 232448  # bytes that a block may ask for: H100 and H200 have 227 
 
 def sources() -> dict[str, str]:
     """Return the hash of every file that decides what kernels are built: all of kernels/ but the CPU's own."""
-    files = sorted(path for path in (ROOT / "kernels").rglob("*.py") if not path.stem.startswith(("reference", "cpu")))
-    return {str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
+    return digests(path for path in (ROOT / "kernels").rglob("*.py") if not path.stem.startswith(("reference", "cpu")))
 
 
 def compile_build(build: Build) -> Record:

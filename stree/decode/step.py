@@ -201,21 +201,21 @@ class DecodeStep:
             requests: one for each row.
 
         Returns:
-            float[batch, vocab] logits of their first tokens.
+            float[batch, vocab] logits of their first tokens; empty for one free row, which ``admit`` fills first.
         """
         prompts = [request.prompt for request in requests]
-        input_ids, lengths = padded_prompts(prompts)
         self.hidden_layers = drafter.hidden_layers
         for row, request in enumerate(requests):
             self._write(row, request)
         if self._is_filled:
             self.state.reset()
-        logits, hidden = self._recorded(self.lm.prefill, self.state, input_ids, lengths)
+        is_free = len(requests) == 1 and requests[0].problem is not None and self.hidden_layers is None
+        empty = self.state.lengths[:0], None
+        logits, hidden = empty if is_free else self._recorded(self.lm.prefill, self.state, *padded_prompts(prompts))
         if self._is_filled and self.run.can_begin:
             self.run.begin(range(len(prompts)), prompts)
         else:
-            run = drafter.start(self.lm.vocab_size, prompts, self._rng_at_ends())
-            if not isinstance(run, DraftRun):
+            if not isinstance(run := drafter.start(self.lm.vocab_size, prompts, self._rng_at_ends()), DraftRun):
                 what = f"{type(drafter).__name__}.start must return a stree.drafters.DraftRun"
                 raise TypeError(f"{what}, got {type(run).__name__}")
             self._use(run)

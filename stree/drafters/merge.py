@@ -46,6 +46,8 @@ def keep_first(tree: TokenTree, nodes: Tensor) -> TokenTree:
 
     That keeps trees that were drawn lossless: whether a node stays depends on those before it alone.
     """
+    if tree.tokens.shape[1] == 1:
+        return tree
     is_node = ~tree.is_padding
     is_kept = is_node & (is_node.cumsum(1) <= nodes.clamp(min=1)[:, None])
     return TokenTree.unchecked(tree.tokens * is_kept, torch.where(is_kept, tree.parents, -1))

@@ -92,21 +92,29 @@ class RequestHandle:
 
     async def __aiter__(self) -> AsyncIterator[EmittedStep]:
         """Yield the steps as ``steps`` does, without blocking the event loop."""
+        async for new in self.new_steps():
+            for step in new:
+                yield step
+
+    async def new_steps(self, apart_s: float = 0.0) -> AsyncIterator[list[EmittedStep]]:
+        """Yield the steps since the last time, at least one, and at least so many seconds after it."""
         listener = asyncio.get_running_loop(), asyncio.Event()
         with self._changed:
             self._listeners.add(listener)
         try:
-            place = 0
+            place, earliest = 0, 0.0
             while True:
                 listener[1].clear()
                 is_ended, new = self.finish_reason is not None, self._steps[place:]
                 place += len(new)
-                for step in new:
-                    yield step
+                if new:
+                    earliest = time.perf_counter() + apart_s
+                    yield new
                 if is_ended:
                     break
-                if not new:
-                    await listener[1].wait()
+                await listener[1].wait()
+                if (early_s := earliest - time.perf_counter()) > 0:
+                    await asyncio.sleep(early_s)
         finally:
             with self._changed:
                 self._listeners.discard(listener)
@@ -207,7 +215,8 @@ class RequestHandle:
         self.drafted += drafted
         self.accepted += accepted
         self._step, self._put_s = None, now
-        self._totals.tokens(self.stats, new, steps=steps, drafted=drafted, accepted=accepted, gap_s=gap_s)
+        first_s = self._times["first"] - self._times["submitted"]
+        self._totals.tokens(first_s, new, steps=steps, drafted=drafted, accepted=accepted, gap_s=gap_s)
 
     def end(self) -> None:
         """Do nothing: the engine calls ``finish`` when the sequence has left its row."""
@@ -227,7 +236,7 @@ class RequestHandle:
             self.finish_reason = reason
             self._changed.notify_all()
             for loop, event in self._listeners:
-                if not loop.is_closed():
+                if not event.is_set() and not loop.is_closed():  # else it has not looked since the step before
                     loop.call_soon_threadsafe(event.set)
 
     def _raise_error(self) -> None:

@@ -82,11 +82,11 @@ class Metrics:
             by_depth.add_metric([*self._labels, str(depth)], count - before)
         yield by_depth
 
-    def on_tokens(self, stats: Mapping[str, Any], gap_s: float | None) -> None:
+    def on_tokens(self, first_s: float, gap_s: float | None) -> None:
         """Observe the time of a step's tokens."""
         if gap_s is not None:
             self._histograms["inter_token_latency_seconds"].observe(gap_s)
-        elif (first_s := stats["first_token_s"]) is not None:
+        else:
             self._histograms["time_to_first_token_seconds"].observe(first_s)
 
     def on_end(self, stats: Mapping[str, Any], reason: str) -> None:

@@ -31,6 +31,7 @@ VERIFIERS = {
     "traversal": f"Drawn tokens are accepted by whole branches, {BY_RATIO}.",
     "block": f"Drawn tokens of a chain are accepted together, {BY_RATIO}.",
 }
+APART_S = 0.05  # between two pieces of a stream: writing one takes time that the engine's thread then lacks
 HEADERS = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "Referrer-Policy": "no-referrer"}
 
 
@@ -102,12 +103,14 @@ async def _events(choice: Choice, api: OpenAIAPI, engine: Engine) -> AsyncIterat
 
     try:
         began = 0.0
-        async for step in handle:
+        async for steps in handle.new_steps(APART_S):
             began = began or time.perf_counter()
             now = engine.stats
             is_shared |= now["running"] + now["waiting"] > 1
-            piece = choice.text.push(step.tokens)
-            yield event({**step_json(step.tokens, piece, step.tree, api.token_bytes), **times()})
+            spent = times()
+            pieces = [(step, choice.text.push(step.tokens)) for step in steps]
+            written = (step_json(step.tokens, piece, step.tree, api.token_bytes) for step, piece in pieces)
+            yield "".join(event({**one, **spent}) for one in written)
         if handle.finish_reason == "cancelled":
             yield error_event(APIError(503, "the request was cancelled: the server stops"))
             return

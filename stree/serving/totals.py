@@ -19,8 +19,8 @@ DEPTHS = 16  # of accepted tokens, whose counts are there from the beginning
 class Listener(Protocol):
     """Is called in the engine's thread with the statistics of a request, and must not raise."""
 
-    def on_tokens(self, stats: Mapping[str, Any], gap_s: float | None) -> None:
-        """A step has emitted tokens, ``gap_s`` after the one before it; None for the first token."""
+    def on_tokens(self, first_s: float, gap_s: float | None) -> None:
+        """A step has emitted tokens, ``gap_s`` after the one before it; None for the first, at ``first_s``."""
 
     def on_end(self, stats: Mapping[str, Any], reason: str) -> None:
         """A request has ended."""
@@ -52,9 +52,7 @@ class Totals:
         for name, count in (("prompt_tokens", tokens), ("queried_tokens", queried), ("cached_tokens", cached)):
             self.sums[name] += count
 
-    def tokens(
-        self, stats: Mapping[str, Any], new: int, *, steps: int, drafted: int, accepted: int, gap_s: float | None
-    ) -> None:
+    def tokens(self, first_s: float, new: int, *, steps: int, drafted: int, accepted: int, gap_s: float | None) -> None:
         """Count what a step has emitted for a request."""
         self.num_threads = torch.get_num_threads()  # each thread of Python has a number of its own
         for name, count in (("new_tokens", new), ("steps", steps), ("drafted", drafted), ("accepted", accepted)):
@@ -63,7 +61,7 @@ class Totals:
         for depth in range(accepted):
             self.accepted_at[depth] += 1
         for listener in self.listeners:
-            listener.on_tokens(stats, gap_s)
+            listener.on_tokens(first_s, gap_s)
 
     def end(self, stats: Mapping[str, Any], reason: str) -> None:
         """Count the end of a request."""

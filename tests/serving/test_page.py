@@ -17,6 +17,8 @@ from fastapi.testclient import TestClient
 from helpers.http_served import KEY, PROMPT, Served
 
 import stree
+from benchmarks import ROOT
+from benchmarks.serving import browser
 from stree.decode.stop_strings import TokenBytes
 from stree.inputs import ASSETS, load_tokenizer
 from stree.serving.app import create_app
@@ -50,6 +52,13 @@ def test_the_page_is_one_small_document_whose_policy_allows_its_own_scripts_alon
     outside = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?(?!data:|#)[^"'\s>]""", page.text.split("<script>")[0])
     assert outside == [] and "ISC" not in policy and "Permission to use, copy, modify" in page.text
     assert httpx.get(f"{served.url}/favicon.ico").status_code == 204
+
+
+def test_the_record_of_the_last_run_in_a_browser_is_of_these_files() -> None:
+    record = json.loads((ROOT / "benchmarks/results/serving/browser.jsonl").read_text("utf-8"))
+    changed = {path for path, _ in record["sources"].items() ^ browser.sources().items()}
+    assert not changed, f"made before changes of {changed}; renew it: see CONTRIBUTING.md"
+    assert record["chromium"] and record["env"]["date"] and record["passed"]
 
 
 @pytest.mark.slow
