@@ -249,12 +249,12 @@ class DecodeStep:
             requests: what each of them holds from now on.
         """
         other, index = copy(self), torch.tensor(rows, device=self._seeds.device)
-        other.state, other._seeds = self.state.select(index), self._seeds[index]
-        other.processing, other.texts = self.processing.of_rows(len(rows)), self.texts.select(index)
-        other.seen = Seen.of(other.texts)
+        other.state, other._seeds, other._growth = self.state.select(index), self._seeds[index], (None, None)
+        nodes = None if all(request.budget is None for request in requests) else torch.zeros_like(index)
+        other.texts = replace(self.texts.select(index), nodes=nodes)  # which are written below
+        other.processing, other.seen = self.processing.of_rows(len(rows)), Seen.of(other.texts)
         other.rng = Random(other._seeds, self.rng.sequences[index], other.seen.lengths)
-        sampling = BatchSampling({request.sampling for request in requests}, len(rows), index.device)
-        other.sampling, other._growth = sampling, (None, None)
+        other.sampling = BatchSampling({request.sampling for request in requests}, len(rows), index.device)
         for row, request in enumerate(requests):
             other._write_rules(row, request)
         other._use(self.run.select(index, other._rng_at_ends()))
