@@ -24,12 +24,14 @@ from stree.decode.request import Request
 from stree.decode.step_records import path_probs
 from stree.decode.step_result import LaunchedStep, StepResult, StepTimer, Wanted, on_path
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
+from stree.drafters.base import proposed, selected
 from stree.drafters.merge import keep_first
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen, Texts, emit, unchecked_maxima
 from stree.models.prefix_cache import PromptRun
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
+from stree.returned import check_kind
 from stree.sampling import BatchSampling, Random
 from stree.verify import Verifier, accept
 
@@ -95,7 +97,7 @@ class DecodeStep:
             num_calls = self._let_draft(self.run.prepare, self.seen, budget) or 0
             run, draft = self.run, None
             key: tuple[Any, ...] = f"budget {budget}", growth
-            propose: Callable[[], Draft] = partial(self._let_draft, run.propose, self.seen.pending, growth, budget)
+            propose: Callable[[], Draft] = partial(self._let_draft, proposed, run, self.seen.pending, growth, budget)
             if not run.is_on_device or reads_tree:
                 draft = self._limited(propose() or self.run.propose(self.seen.pending, None, 1))
                 timer.lap("draft_s")
@@ -215,9 +217,8 @@ class DecodeStep:
         if self._is_filled and self.run.can_begin:
             self.run.begin(range(len(prompts)), prompts)
         else:
-            if not isinstance(run := drafter.start(self.lm.vocab_size, prompts, self._rng_at_ends()), DraftRun):
-                what = f"{type(drafter).__name__}.start must return a stree.drafters.DraftRun"
-                raise TypeError(f"{what}, got {type(run).__name__}")
+            run = drafter.start(self.lm.vocab_size, prompts, self._rng_at_ends())
+            check_kind(drafter, "start", run, DraftRun, "a stree.drafters.DraftRun")
             self._use(run)
         if hidden is not None:
             self.run.read_prompts(range(len(prompts)), hidden)
@@ -257,7 +258,7 @@ class DecodeStep:
         other.sampling = BatchSampling({request.sampling for request in requests}, len(rows), index.device)
         for row, request in enumerate(requests):
             other._write_rules(row, request)
-        other._use(self.run.select(index, other._rng_at_ends()))
+        other._use(selected(self.run, index, other._rng_at_ends()))
         return other
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:

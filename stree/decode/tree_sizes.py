@@ -10,6 +10,7 @@ import torch
 
 from stree.budget.controller import SIZES, START, StepHistory
 from stree.budget.policy import AutoBudget, BudgetPolicy
+from stree.checks import check_object
 from stree.decode.settings import Settings
 from stree.drafters import Drafter, FusedDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Growth, checked_plan
@@ -44,7 +45,10 @@ def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) ->
     growth = drafter.default_growth if settings.growth is None else settings.growth
     # Which trees are planned depends on this alone; the decode step binds the growth to the parameters of each row.
     is_greedy = all(kind.is_greedy for kind in kinds)
-    growth = None if growth is None else growth.bind(Sampling(0.0 if is_greedy else 1.0))
+    if growth is not None:
+        bound = growth.bind(Sampling(0.0 if is_greedy else 1.0))
+        check_object(f"what {type(growth).__name__}.bind returns", bound, "plan", "stree.growth.Chain(4)")
+        growth = bound
     if isinstance(settings.budget, int):
         _check_nodes(lm, drafter, settings.budget)  # before a shape of so many is laid out
     budget, sizes = _tree_sizes(drafter, growth, settings.budget, rows)

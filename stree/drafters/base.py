@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from stree.growth import Growth
 from stree.kernels.step.texts import Seen
 from stree.models.prefix_cache import RequestPrefixes
 from stree.models.tree_lm import TreeLM
+from stree.returned import check_kind, check_returned
 from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs
 
 __all__ = [
-    "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "in_turn", "padded_prompts",
+    "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "in_turn", "padded_prompts", "proposed",
+    "selected",
 ]  # fmt: skip
 
 
@@ -200,6 +203,43 @@ class Drafter:
             ValueError: the drafter's vocabulary is not of the target's size.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement start")
+
+
+def proposed(run: DraftRun, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+    """Call ``propose`` and compare what it returns with the documentation of ``Draft``; no value is read.
+
+    Raises:
+        TypeError: a part of another kind or dtype.
+        ValueError: another shape.
+    """
+    draft = run.propose(pending, growth, budget)
+    check_kind(run, "propose", draft, Draft, "a stree.drafters.Draft")
+    tree, probs, batch = draft.tree, draft.probs, len(pending)
+    check_kind(run, "propose", tree, TokenTree, "a Draft whose tree is a stree.TokenTree")
+    check_kind(run, "propose", probs, (DraftProbs, type(None)), "a Draft whose probs are a stree.DraftProbs or None")
+    check_kind(run, "propose", draft.max_depth, Integral, "a Draft whose max_depth is an integer")
+    n = tree.tokens.shape[-1]
+    parts = [("tree.tokens ", tree.tokens, "int64"), ("tree.parents ", tree.parents, "int32")]
+    if probs is not None:
+        rows, vocab = probs.probs.shape[-2:] if probs.probs.dim() == 3 else (1, 1)
+        check_returned(run, "propose", probs.probs, "float", part="probs.probs ", batch=batch, rows=rows, vocab=vocab)
+        parts += [("probs.row ", probs.row, "integers"), ("probs.kind ", probs.kind, "integers")]
+    parts += [("values ", draft.values, "float")] if draft.values is not None else []
+    parts += [("column ", draft.column, "int64")] if draft.column is not None else []
+    for part, tensor, kind in parts:
+        check_returned(run, "propose", tensor, kind, part=part, batch=batch, n=n)
+    return draft
+
+
+def selected(run: DraftRun, rows: Tensor, rng: Random) -> DraftRun:
+    """Call ``select``.
+
+    Raises:
+        TypeError: it returns no run.
+    """
+    other = run.select(rows, rng)
+    check_kind(run, "select", other, DraftRun, "a stree.drafters.DraftRun")
+    return other
 
 
 def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from stree.checks import check_shares
-from stree.drafters.base import Draft, Drafter, DraftRun
+from stree.drafters.base import Draft, Drafter, DraftRun, proposed, selected
 from stree.drafters.budget_split import draws_by_value, retrieved_share
 from stree.drafters.draft_state import Grown
 from stree.drafters.host_copies import downloaded
@@ -25,6 +25,7 @@ from stree.growth import Growth, Plan
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.host_copies import upload
 from stree.models.tree_lm import TreeLM
+from stree.returned import check_kind
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -122,6 +123,7 @@ class _FusedRun(DraftRun):
     @staticmethod
     def _start(drafter: Drafter, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
         run = drafter.start(vocab_size, prompts, rng)
+        check_kind(drafter, "start", run, DraftRun, "a stree.drafters.DraftRun")
         if not run.can_extend:
             raise TypeError(f"FusedDrafter needs drafters whose trees can be extended, got {type(drafter).__name__}")
         return run
@@ -135,7 +137,7 @@ class _FusedRun(DraftRun):
         """Retrieve, draft with what the budget leaves, unite both trees."""
         self._retrieving.forced = self.forced
         self._retrieving.sampling = self._drafting.sampling = self.sampling
-        found = self._retrieving.propose(pending, growth, budget)
+        found = proposed(self._retrieving, pending, growth, budget)
         retrieved = self._retrieved(found)
         is_kept = ~retrieved.tree.is_padding
         plan = None if growth is None else growth.plan(budget)
@@ -146,7 +148,7 @@ class _FusedRun(DraftRun):
             own = plan.num_nodes + 1
         self._drafting.processor = self.processor
         num_calls = 0 if self.seen is None else self._drafting.prepare(self.seen, own)
-        work = partial(self._drafting.propose, pending, growth, own)
+        work = partial(proposed, self._drafting, pending, growth, own)
         is_on_device = self._drafting.is_on_device
         draft = self.launch(self, (f"drafts of budget {own}", growth), work) if is_on_device else work()
         draft = replace(draft, num_calls=draft.num_calls + num_calls)
@@ -209,7 +211,7 @@ class _FusedRun(DraftRun):
 
     def select(self, rows: Tensor, rng: Random) -> _FusedRun:
         other = copy(self)
-        other._drafting, other._retrieving = (run.select(rows, rng) for run in (self._drafting, self._retrieving))
+        other._drafting, other._retrieving = (selected(run, rows, rng) for run in (self._drafting, self._retrieving))
         return other
 
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:

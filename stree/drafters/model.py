@@ -24,6 +24,7 @@ from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
+from stree.returned import check_kind
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -124,7 +125,9 @@ class ModelRun(DraftRun):
             values = torch.ones_like(seen.pending[:, None], dtype=torch.float32)
             self.draft = Draft(root_only(seen.pending), None, 0, values=values)
             return self.draft
-        plan = self.state.fitted(growth.plan(budget))
+        plan = growth.plan(budget)
+        check_kind(growth, "plan", plan, Plan, "a stree.growth.Plan")
+        plan = self.state.fitted(plan)
         self._use(growth)
         self.state.reserve_nodes(columns_run(plan))
         self.rng = self.rng.at(seen.lengths)
@@ -227,7 +230,8 @@ class ModelRun(DraftRun):
         other = copy(self)
         other.state, other.rng, other._left_out = self.state.select(rows, prompts), rng, self._left_out[rows]
         if self._growth is not None:
-            other.acceptance_model = self.acceptance_model.select(rows)
+            model = other.acceptance_model = self.acceptance_model.select(rows)
+            check_kind(self.acceptance_model, "select", model, AcceptanceModel, "a stree.growth.AcceptanceModel")
         other._probs, other._own = None, None if self._own is None else self._own.select(rows)
         return other
 
@@ -250,6 +254,9 @@ class ModelRun(DraftRun):
             return
         if self._growth is None or not learns_alike(base, self._growth):
             self.acceptance_model = base.acceptance_model(len(self.state.prompts), self.state.device)
+            check_kind(
+                base, "acceptance_model", self.acceptance_model, AcceptanceModel, "a stree.growth.AcceptanceModel"
+            )
             self._read_prompts(range(len(self.state.prompts)))
             self.state.version += 1
         self._growth = base

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from stree.checks import check_numbers, check_shares
-from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots
+from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots, decided, rated
 from stree.growth.base import WrappedGrowth
 from stree.growth.plan import Plan
 from stree.kernels.tree_growth.operands import Kept
+from stree.returned import check_kind
 from stree.sampling import Random
 
 __all__ = ["Confidence", "Stop", "Stopped", "StoppedGrowth", "StoppedModel", "check_rule"]
@@ -74,16 +75,17 @@ class StoppedModel(AcceptanceModel):
 
     def draws(self, values: Tensor, dist: Tensor) -> Tensor | None:
         """Combine the rule with the base's."""
-        return _both(self.base.draws(values, dist), self._rule.draws(values, dist))
+        return _both(decided(self.base, "draws", values, dist), decided(self._rule, "draws", values, dist))
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Return the base's priorities and values."""
-        return self.base.rate(slots)
+        return rated(self.base, slots)
 
     def goes_on(self, values: Tensor) -> Tensor | None:
         """Combine the rule with the base's."""
         self._depth += 1
-        return _both(self.base.goes_on(values), self._rule.goes_on(self._depth, values))
+        going = decided(self.base, "goes_on", values)
+        return _both(going, decided(self._rule, "goes_on", self._depth, values))
 
     def keep(self, slots: Tensor) -> Kept | None:
         """Return what the base needs of new nodes."""
@@ -99,7 +101,9 @@ class StoppedModel(AcceptanceModel):
 
     def select(self, rows: Tensor) -> StoppedModel:
         """Return the base of some sequences with the same rule."""
-        return StoppedModel(self.base.select(rows), self._rule)
+        base = self.base.select(rows)
+        check_kind(self.base, "select", base, AcceptanceModel, "a stree.growth.AcceptanceModel")
+        return StoppedModel(base, self._rule)
 
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Let the base learn."""

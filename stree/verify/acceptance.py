@@ -12,6 +12,7 @@ from torch import Tensor
 from stree.checks import check_object, integer
 from stree.kernels.checks import checks_values
 from stree.kernels.dispatch import is_known_all
+from stree.returned import check_returned
 from stree.sampling import AnySampling, Random, Sampling
 from stree.tree import TokenTree
 from stree.verify.longest import longest
@@ -158,7 +159,7 @@ def accept(
         return longest(tree, target_logits, sampling, rng, draft, max_depth)
     accepted = rule(tree, target_logits, sampling, rng, draft, max_depth)
     if not isinstance(rule, Match):  # of another author
-        _check_accepted(accepted, type(rule).__name__, len(tree.tokens))
+        _check_accepted(accepted, rule, *tree.tokens.shape)
     return accepted
 
 
@@ -189,17 +190,28 @@ def _check_shapes(tree: TokenTree, target_logits: Tensor, draft: DraftProbs | No
         )
 
 
-def _check_accepted(accepted: Any, name: str, batch: int) -> None:
-    """Refuse what a rule of another author returned, as far as shapes and dtypes show."""
+def _check_accepted(accepted: Any, rule: Verifier, batch: int, n: int) -> None:
+    """Refuse what a rule of another author returned: shapes and dtypes, and paths where the host can read them."""
+    name = type(rule).__name__
     if not isinstance(accepted, Acceptance):
         raise TypeError(f"{name} must return a stree.Acceptance, got {type(accepted).__name__}")
     parts = accepted.path, accepted.path_lengths, accepted.next_token
+    if not all(isinstance(part, Tensor) and part.dim() for part in parts):
+        raise TypeError(f"{name} must return tensors path, path_lengths and next_token, got {parts!r:.80}")
     found = [f"{str(part.dtype).removeprefix('torch.')}{[*part.shape]}" for part in parts]
     wanted = [f"int32[{batch}, {accepted.path.shape[-1]}]", f"int32[{batch}]", f"int64[{batch}]"]
     if found != wanted:
         names = ("path", "path_lengths", "next_token")
         pairs = ", ".join(f"{name} {kind}" for name, kind in zip(names, wanted, strict=True))
         raise ValueError(f"{name} must return {pairs}, got {', '.join(found)}")
+    if accepted.ratios is not None:
+        check_returned(rule, "__call__", accepted.ratios, "float", part="ratios ", batch=batch, n=n)
+    if checks_values(accepted.path):
+        path, lengths = accepted.path, accepted.path_lengths
+        if bool(((lengths < 1) | (lengths > path.shape[1])).any()):
+            raise ValueError(f"{name} must return path_lengths in [1, {path.shape[1]}], got {lengths.tolist()}")
+        if bool((path[:, 0] != 0).any()) or bool((path >= n).any()):
+            raise ValueError(f"{name} must return paths from node 0 down to nodes below {n}, got {path.tolist()}")
 
 
 def _has_branches(tree: TokenTree) -> bool:
