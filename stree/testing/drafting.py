@@ -9,12 +9,13 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from stree.checks import check_object, check_sizes
+from stree.checks import check_object, check_sizes, integers
 from stree.drafters import Draft, Drafter
 from stree.growth import Chain, Growth, Static, checked_plan
 from stree.sampling import Random, Sampling
 from stree.testing.distributions import drawn_problem, emitted_problem
 from stree.testing.enumeration import DRAFTS, PLAIN, check_enumeration, drafts_of, with_own_probs
+from stree.testing.inspection import Inspection
 from stree.testing.outcomes import TooManyOutcomes, all_outcomes
 from stree.testing.reference_rules import RULES, PlainTree, plain_trees
 from stree.testing.report import CheckFailed, Report
@@ -24,51 +25,12 @@ from stree.verify import Acceptance
 
 __all__ = ["check_drafter", "check_growth"]
 
-TOLERANCE, ROUNDED = 1e-9, 1e-5  # total variation: of float64 distributions, and of others
 MOST_TWICE = 20_000  # outcomes of two steps
+PROMPT = 0, 1, 2, 0, 1, 1  # holds pairs that differ in number, for drafters that read the text
 
-
-class Inspection:
-    """Looks at every draft of a check, and refuses what is no tree below the root.
-
-    Args:
-        name: of what is checked.
-        budget: most nodes.
-        vocab: size of the vocabulary.
-
-    Attributes:
-        tolerance: rounding of the distributions.
-    """
-
-    def __init__(self, name: str, budget: int, vocab: int) -> None:
-        self.name, self.budget, self.vocab, self.tolerance = name, budget, vocab, TOLERANCE
-
-    def __call__(self, draft: Draft, roots: Tensor) -> None:
-        """Inspect a draft below int64[batch] roots."""
-        tree = draft.tree
-        try:
-            tree.check()
-        except ValueError as error:
-            raise CheckFailed(f"{self.name} drafts no tree: {error}") from None
-        batch, n = tree.tokens.shape
-        wrong = [
-            (batch != len(roots), f"a tree for each of {len(roots)} sequences, got {batch}"),
-            (n > self.budget, f"at most {self.budget} nodes, got {n}"),
-            (batch == len(roots) and bool((tree.tokens[:, 0] != roots).any()), "the pending token as root"),
-            (bool((tree.tokens >= self.vocab).any()), f"tokens below {self.vocab}, got {int(tree.tokens.max())}"),
-            (int(tree.depths.max()) > draft.max_depth, f"no node deeper than max_depth, {draft.max_depth}"),
-        ]
-        for is_wrong, expected in wrong:
-            if is_wrong:
-                raise CheckFailed(f"{self.name} must draft {expected}")
-        if draft.probs is not None:
-            shapes = [[*part.shape] for part in (draft.probs.row, draft.probs.kind)]
-            if [*draft.probs.probs.shape[::2]] != [batch, self.vocab] or shapes != [[batch, n]] * 2:
-                raise CheckFailed(
-                    f"{self.name} must state probs [{batch}, rows, {self.vocab}], row and kind [{batch}, {n}], "
-                    f"got {[*draft.probs.probs.shape]} and {shapes}"
-                )
-            self.tolerance = TOLERANCE if draft.probs.probs.dtype == torch.float64 else ROUNDED
+UNIFORM = (
+    "all stated distributions were uniform, so that a wrong statement may not show: pass prompts in which they differ"
+)
 
 
 @dataclass(slots=True)
@@ -86,6 +48,9 @@ class Drafting:
         worst: largest distance so far.
         cases: distributions compared.
         notes: what was left out.
+        prompts: texts before the root; an empty one for the root's token alone.
+        has_drawn: whether nodes were drawn.
+        is_uneven: whether the distribution of one of them was not uniform.
     """
 
     name: str
@@ -98,15 +63,24 @@ class Drafting:
     worst: float = 0.0
     cases: int = 0
     notes: tuple[str, ...] = ()
+    prompts: Sequence[Sequence[int]] = ((),)
+    has_drawn: bool = False
+    is_uneven: bool = False
 
     def check_step(self, budget: int, targets: Sequence[TableModel], seed: int) -> None:
         """Check the trees of one step below every root."""
-        for root in range(self.vocab):
-            inspect, place = Inspection(self.name, budget, self.vocab), f"budget {budget}, root {root}{self.where}"
+        for prompt, root in product(self.prompts, range(self.vocab)):
+            text = f", prompt {[*prompt]}" * bool(prompt)
+            inspect, place = (
+                Inspection(self.name, budget, self.vocab),
+                f"budget {budget}{text}, root {root}{self.where}",
+            )
             trees = drafts_of(
                 self.drafter, self.growth, budget, self.sampling, self.vocab, root, seed, rows=self.rows,
-                inspect=inspect,
+                inspect=inspect, prompt=prompt,
             )  # fmt: skip
+            self.has_drawn |= inspect.has_drawn
+            self.is_uneven |= inspect.is_uneven
             tolerance = inspect.tolerance
             self._judge(place, tolerance, drawn_problem(((tree, None) for tree in plain_trees(trees)), tolerance))
             for target, rule in product(targets, RULES):
@@ -138,7 +112,8 @@ class Drafting:
 
         def run(rng: Random, cases: Tensor) -> tuple[Draft, Draft]:
             roots = torch.zeros_like(cases)
-            drafting = self.drafter.start(self.vocab, [[0]] * len(cases), rng.at(roots + 1))
+            text = [*self.prompts[-1]] or [0]
+            drafting = self.drafter.start(self.vocab, [text] * len(cases), rng.at(roots + len(text)))
             drafting.sampling = self.sampling
             draft = drafting.propose(roots, growth, budget)
             inspect(draft, roots)
@@ -226,12 +201,13 @@ def check_drafter(
     sampling: Sampling = PLAIN,
     seeds: Sequence[int] = (0, 1),
     max_batch: int | None = None,
+    prompts: Sequence[Sequence[int]] | None = None,
 ) -> Report:
     """Check that what a drafter drafts can be verified without loss, by enumeration of every draw.
 
-    Its trees are drawn in every possible way, below every token as a text of one token, and once more in a second step.
-    Each drawn token must have the distribution that ``Draft.probs`` states for it, and what is emitted must have the
-    distribution of the target, whatever the target.
+    Its trees are drawn in every possible way, below every token, behind texts of one token and of several, and once
+    more in a second step.  Each drawn token must have the distribution that ``Draft.probs`` states for it, and what is
+    emitted must have the distribution of the target, whatever the target.
 
     Args:
         drafter: what is checked.  It draws by ``rng.choice("draft", probs, offset, node)``, and its model, if it has
@@ -242,6 +218,8 @@ def check_drafter(
         sampling: of the draft, not greedy.
         seeds: of the targets.
         max_batch: most sequences of a batch; 1 for a drafter that takes one at a time.
+        prompts: texts before the trees; None for one of one token and one of six.  A drafter that counts in its text
+            needs texts in which its counts differ: where all stated distributions were uniform, a note says so.
 
     Raises:
         CheckFailed: the drafter is not lossless, or drafts no tree; the message says what and where.
@@ -260,14 +238,35 @@ def check_drafter(
     shapes: list[Growth | None] = [growth]
     if growth is None and drafter.uses_growth:
         shapes = [Chain(2), Static([2])] if budget > 2 else [Chain(1)]
+    texts = (
+        [(), tuple(token % vocab for token in PROMPT)]
+        if prompts is None
+        else [integers("prompts", one) for one in prompts]
+    )
+    if not texts or any(not 0 <= token < vocab for text in texts for token in text) or (prompts and not all(texts)):
+        raise ValueError(f"prompts must be texts of tokens in [0, {vocab}), got {prompts!r:.80}")
+    has_drawn = is_uneven = False
     targets = [make(vocab, seed)[0] for make, seed in product(PAIRS.values(), seeds)]
     worst, cases, notes = 0.0, 0, tuple[str, ...]()
     for shape in shapes:
         drafting = Drafting(
             f"drafter {type(drafter).__name__}", drafter, shape, sampling, vocab, max_batch or 8192,
-            where="" if shape is None else f", growth {shape}", notes=notes,
+            where="" if shape is None else f", growth {shape}", notes=notes, prompts=texts,
         )  # fmt: skip
         drafting.check_step(budget, targets, 0)
         drafting.check_two_steps(min(budget, 3))
         worst, cases, notes = max(worst, drafting.worst), cases + drafting.cases, drafting.notes
+        has_drawn, is_uneven = has_drawn or drafting.has_drawn, is_uneven or drafting.is_uneven
+    if has_drawn and not is_uneven:
+        notes += (UNIFORM,)
     return Report(f"drafter {type(drafter).__name__}", cases, worst, notes)
+
+
+def _texts(prompts: Sequence[Sequence[int]] | None, vocab: int) -> list[tuple[int, ...]]:
+    """Return the texts before trees: those given, or by default one of a single token, the root's, and one of six."""
+    if prompts is None:
+        return [(), tuple(token % vocab for token in PROMPT)]
+    texts = [integers("prompts", prompt) for prompt in prompts]
+    if not texts or not all(text and min(text) >= 0 and max(text) < vocab for text in texts):
+        raise ValueError(f"prompts must be texts of tokens in [0, {vocab}), got {prompts!r:.80}")
+    return texts

@@ -123,6 +123,7 @@ def drafts_of(
     *,
     rows: int = 8192,
     inspect: Callable[[Draft, Tensor], None] | None = None,
+    prompt: Sequence[int] = (),
 ) -> DraftedTrees:
     """All trees that a drafter can propose below a root, by every outcome of every draw.
 
@@ -132,15 +133,17 @@ def drafts_of(
         budget: nodes of a tree, the root included.
         sampling: sampling of the draft.
         vocab: size of the vocabulary.
-        root: the pending token, and the only one of the text before it.
+        root: the pending token.
         seed: of the uniform numbers that a growth asks for beside its draws.
         rows: most sequences of a batch.
         inspect: called with every draft and its roots.
+        prompt: the text before the root; none for the root's token alone.
     """
+    text = [*prompt] or [root]
     bound = None if growth is None else growth.bind(sampling)
 
     def propose(rng: Random, cases: Tensor) -> Draft:
-        run = drafter.start(vocab, [[root]] * len(cases), rng.at(torch.ones_like(cases)))
+        run = drafter.start(vocab, [text] * len(cases), rng.at(torch.full_like(cases, len(text))))
         run.sampling, roots = sampling, torch.full_like(cases, root)
         draft = run.propose(roots, bound, budget)
         if inspect is not None:

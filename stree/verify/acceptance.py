@@ -142,7 +142,8 @@ def accept(
     Raises:
         TypeError: an argument of another kind.
         ValueError: shapes disagree, the verifier is unknown, or (checked on the CPU only) logits are NaN, or +inf
-            where tokens are sampled, or "block" got a tree with branches.
+            where tokens are sampled, ``draft.row`` is beyond the rows of ``draft.probs``, or "block" got a tree with
+            branches.
     """
     _check_kinds(tree, target_logits, sampling, rng, draft)
     target_logits = target_logits.detach()
@@ -151,7 +152,7 @@ def accept(
     if rule is not None and isinstance(sampling, Sampling):
         rule.check(sampling)
     if checks_values(target_logits):
-        _check_values(tree, target_logits, sampling)
+        _check_values(tree, target_logits, sampling, draft)
     if draft is not None and draft.probs.dtype in (torch.float16, torch.bfloat16):
         draft = replace(draft, probs=draft.probs.float())
     max_depth = integer("max_depth", tree.depths.max() if max_depth is None else max_depth)
@@ -210,20 +211,28 @@ def _check_accepted(accepted: Any, rule: Verifier, batch: int, n: int) -> None:
         path, lengths = accepted.path, accepted.path_lengths
         if bool(((lengths < 1) | (lengths > path.shape[1])).any()):
             raise ValueError(f"{name} must return path_lengths in [1, {path.shape[1]}], got {lengths.tolist()}")
-        if bool((path[:, 0] != 0).any()) or bool((path >= n).any()):
-            raise ValueError(f"{name} must return paths from node 0 down to nodes below {n}, got {path.tolist()}")
+        if bool((path >= n).any()):
+            raise ValueError(f"{name} must return paths of nodes below {n}, got {path.tolist()!s:.80}")
 
 
 def _has_branches(tree: TokenTree) -> bool:
     return not bool((tree.depths == tree.num_nodes[:, None] - 1).any(1).all())
 
 
-def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling) -> None:
+def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling, draft: DraftProbs | None) -> None:
     is_usable = sampling.has_distribution(target_logits) | tree.is_padding
     if not bool(is_usable.all()):
         nodes = (~is_usable).nonzero().tolist()
         kind = "NaN" if bool(target_logits[tuple(nodes[0])].isnan().any()) else "infinite"
         raise ValueError(f"the target's logits are {kind} at (row, node) {nodes[:4]}")
+    rows = 0 if draft is None else draft.probs.shape[1]
+    if draft is not None and bool(((draft.row < 0) | (draft.row >= rows)).any()):
+        is_wrong = ((draft.row < 0) | (draft.row >= rows)) & (tree.parents >= 0) & (draft.kind != DELTA)
+        if bool(is_wrong.any()):
+            nodes, found = is_wrong.nonzero().tolist()[:4], draft.row[is_wrong].tolist()[:4]
+            raise ValueError(
+                f"draft.row must be in [0, {rows}) for {rows} rows of probs, got {found} at (row, node) {nodes}"
+            )
 
 
 def _is_known_delta(tree: TokenTree, draft: DraftProbs) -> bool:

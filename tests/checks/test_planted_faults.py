@@ -8,6 +8,7 @@ from typing import cast
 
 import pytest
 import torch
+from helpers.random_rows import random_rows
 from torch import Tensor
 
 from stree.drafters import Draft, Drafter, DraftRun
@@ -15,6 +16,7 @@ from stree.growth import AcceptanceModel, DySpec, Growth, Plan, Slots
 from stree.growth.acceptance_model import PathProbability
 from stree.sampling import AnySampling, Random, Sampling
 from stree.testing import CheckFailed, TableModel, check_drafter, check_growth, check_verifier
+from stree.testing.drafting import UNIFORM
 from stree.tree import TokenTree
 from stree.verify import INDEPENDENT, SAMPLED, VERIFIERS, Acceptance, DraftProbs, Verifier, accept
 
@@ -74,6 +76,46 @@ def test_a_drafter_that_states_what_it_did_not_draw_is_found(fault: str) -> None
 def test_the_same_drafter_without_a_fault_passes() -> None:
     report = check_drafter(TableDrafter(), vocab_size=3, budget=3)
     assert report.cases > 20 and report.worst < 1e-12 and not report.notes
+
+
+class PairDrafter(Drafter):
+    """Draws a child from the counts of pairs in the prompt, and states an average with the uniform distribution."""
+
+    uses_growth = False
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+        counts = torch.full((vocab_size, vocab_size), 0.1)
+        for pair in zip(prompts[0], prompts[0][1:], strict=False):
+            counts[pair] += 1
+        return PairRun(counts, "none", rng, [len(prompt) for prompt in prompts])
+
+
+class PairRun(TableRun):
+    row = 0
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        drawn = self.logits[pending] / self.logits[pending].sum(1, keepdim=True)
+        token = self.rng.at(self.lengths).choice("draft", drawn, torch.zeros_like(pending), 0)
+        tree = TokenTree.chain(torch.stack([pending, token], 1))
+        row = torch.where(tree.parents < 0, 0, self.row).int()
+        kind = torch.full_like(row, SAMPLED, dtype=torch.int8)
+        return Draft(tree, DraftProbs((drawn[:, None] + 1 / 3) / 2, row, kind), 1)
+
+
+def test_a_drafter_that_reads_its_prompt_is_checked_behind_a_prompt_of_several_tokens() -> None:
+    with pytest.raises(CheckFailed, match=r"prompt \[0, 1, 2, 0, 1, 1\].*\n.*not drawn from the distribution"):
+        check_drafter(PairDrafter(), vocab_size=3, budget=2, seeds=[0])
+    report = check_drafter(PairDrafter(), vocab_size=3, budget=2, seeds=[0], prompts=[[0]])
+    assert report.notes == (UNIFORM,)
+
+
+def test_a_row_beyond_the_stored_distributions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PairRun, "row", 3)
+    with pytest.raises(CheckFailed, match=r"must state probs.row in \[0, 1\) for 1 stored distributions, got \[3\]"):
+        check_drafter(PairDrafter(), vocab_size=3, budget=2)
+    draft = PairDrafter().start(3, [[0]], random_rows(1)).propose(torch.tensor([0]), None, 2)
+    with pytest.raises(ValueError, match=r"draft.row must be in \[0, 1\) for 1 rows of probs, got \[3\]"):
+        accept(draft.tree, torch.zeros(1, 2, 3), Sampling(1.0), random_rows(1), draft.probs)
 
 
 @dataclass(frozen=True)
