@@ -15,7 +15,7 @@ from stree.growth import AcceptanceModel, BaseGrowth, DySpec, Layer, Plan, Slots
 from stree.growth.acceptance_model import DraftProbability
 from stree.sampling import Sampling
 from stree.testing import TableLM, TableModel, table_drafter
-from stree.verify import Acceptance, Verifier, accept
+from stree.verify import VERIFIERS, Acceptance, Verifier
 
 TABLE = TableModel.random(5, 1)
 
@@ -66,19 +66,19 @@ class Drafting(Drafter):
             wrong: dict[str, Any] = {"max_depth": torch.tensor(1), "values": torch.ones(2), "tree": draft.tree.tokens}
             return replace(draft, **{self.kind: wrong[self.kind]}) if self.kind in wrong else None
 
-        run.propose = other  # type: ignore[method-assign]
+        run.propose = other  # type: ignore[assignment, method-assign]
         return run
 
 
 class Ratios(Verifier):
     def __call__(self, *inputs: Any) -> Acceptance:
-        accepted = accept(*inputs[:5], "rejection", inputs[5])
+        accepted = VERIFIERS["rejection"](*inputs)
         return replace(accepted, ratios=torch.ones(2, 1))
 
 
 WRONG: list[tuple[Any, str]] = [
-    (Rated("one"), r"Rating.rate must return two tensors, priorities and values, .* \[2, 1, 3\], got float64\[2, 1, 3\]"),
-    (Rated("no ranks"), r"Rating.rate must return priorities float\[batch, above, ranks\] = \[2, 1, 3\], got .*\[2, 1\]"),
+    (Rated("one"), r"Rating.rate must return two tensors, priorities and values, .*, got float64\[2, 1, 3\]"),
+    (Rated("no ranks"), r"Rating.rate must return priorities float.* = \[2, 1, 3\], got .*\[2, 1\]"),
     (Rated("integers"), r"Rating.rate must return priorities float.*, got int64\[2, 1, 3\]"),
     (Rated(), "Rated.acceptance_model must return a stree.growth.AcceptanceModel, got NoneType"),
     (Stopped(Rated("one"), Ending("")), "Rating.rate must return two tensors"),
