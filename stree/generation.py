@@ -149,7 +149,8 @@ def generate(
 
     Returns:
         Sequences, log probabilities, steps, and statistics, which say under "lossless" whether the text has the
-        target's distribution: "claimed" where a drafter, growth or verifier of another author took part.
+        target's distribution: "claimed" where a drafter, growth or verifier of another author took part; and under
+        "rule" which rule has verified where ``verifier`` is "auto".
 
     Raises:
         ValueError: an argument outside its range, which the message names, or states that memory cannot hold.
@@ -199,7 +200,8 @@ def decode_steps(settings: Settings, batch: Batch) -> Generator[DecodeLoop, None
     loop = DecodeLoop(settings, batch, Sequences(cancelled), step_cache)
     loop.reported = {
         "growth": str(policy.growth) if drafter.uses_growth and policy.growth is not None else None, "budget": budget,
-        "verifier": name_of(settings.verifier), "lossless": losslessness(drafter, policy.growth, settings.rule),
+        "verifier": name_of(settings.verifier), "rule": name_of(settings.verifier),
+        "lossless": losslessness(drafter, policy.growth, settings.rule),
     }  # fmt: skip
     key = None if step_cache is None else loop.key(policy, batch.max_batch)
     extent = loop.extent(policy)

@@ -33,7 +33,7 @@ def check_method(
     method: Method,
     cases: Sequence[Case],
     test_texts: int,
-    advance: Callable[[int], None] = lambda count: None,
+    advance: Callable[..., None] = lambda *_: None,
 ) -> Record:
     """Run a method before it is timed, and compare its output with the target's.
 
@@ -173,7 +173,7 @@ def _sampled_gap(logits: Tensor, case: Case, row: int, position: int, token: int
     return 4 * case.temperature * max(lower - number, number - upper[-1], 0.0)
 
 
-def _check_sampled(pair: Pair, method: Method, case: Case, test_texts: int, advance: Callable[[int], None]) -> Record:
+def _check_sampled(pair: Pair, method: Method, case: Case, test_texts: int, advance: Callable[..., None]) -> Record:
     """Check a method of whose sampled text only the distribution is prescribed."""
     greedy_case = replace(case, temperature=0.0)
     found = _compare_greedy(pair, method, greedy_case, execute(pair, method, greedy_case), {})
@@ -183,7 +183,7 @@ def _check_sampled(pair: Pair, method: Method, case: Case, test_texts: int, adva
 
 
 def probs_test(
-    pair: Pair, method: Method, case: Case, texts: int, advance: Callable[[int], None] = lambda count: None
+    pair: Pair, method: Method, case: Case, texts: int, advance: Callable[..., None] = lambda *_: None
 ) -> Record:
     """Test sampled text against the target's distribution by the chi-square of ``places_in_distribution``.
 
@@ -192,7 +192,7 @@ def probs_test(
         method: that generates.
         case: prompts and temperature; seeds are counted from its own.
         texts: texts a prompt.
-        advance: called with 0 after every text, so that progress is shown.
+        advance: called with 0 and what is done after every text, so that progress is shown.
 
     Returns:
         lossless: False where chance gives such places less than once in 10,000 times; with p_value and num_tokens.
@@ -204,7 +204,7 @@ def probs_test(
         found = places_in_distribution(pair, one, execute(pair, method, one).tokens, rng)
         # The first token is drawn from the prompt's own logits before any tree.
         places += [place for number, place in enumerate(found) if number % case.new_tokens]
-        advance(0)
+        advance(0, f"testing {method.name}, text {number + 1} of {texts}")
     p_value = float(chisquare(np.histogram(places, BINS, (0.0, 1.0))[0]).pvalue)
     return {"lossless": p_value >= ALPHA, "p_value": p_value, "num_tokens": len(places)}
 

@@ -51,7 +51,7 @@ def run_bench(
 
         runner = Runner(pair, methods, suites, settings, directory, env, rates)
         runner.say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        runner.advance = partial(bar.advance, task) if console.is_terminal else _logged(bar, runner)
+        runner.advance = _shown(bar) if console.is_terminal else _logged(bar, runner)
         bar.update(task, total=runner.num_runs)
         if (load := busy_load()) is not None:
             runner.say(f"warning: the load average is {load:.2f}; times of a busy machine are wrong")
@@ -67,17 +67,28 @@ def run_bench(
             raise
 
 
-def _logged(bar: Progress, runner: Runner) -> Callable[[int], None]:
+def _shown(bar: Progress) -> Callable[..., None]:
+    """Advance the one task of a bar, which is named after what is done."""
+
+    def advance(count: int, work: str = "measuring") -> None:
+        bar.update(bar.tasks[0].id, advance=count, description=work)
+
+    return advance
+
+
+def _logged(bar: Progress, runner: Runner) -> Callable[..., None]:
     """Advance the one task of a bar, and report a line now and then, as a log shows no bar."""
     task, last = bar.tasks[0], time.monotonic()
 
-    def advance(count: int) -> None:
+    def advance(count: int, work: str = "") -> None:
         nonlocal last
         bar.advance(task.id, count)
         if time.monotonic() - last >= LOG_EVERY:
             last = time.monotonic()
+            doing = work and f", {work}"
             left = "" if task.time_remaining is None else f", about {task.time_remaining:.0f} s left"
-            runner.say(f"{task.completed:.0f} of {task.total:.0f} runs after {task.elapsed or 0:.0f} s{left}")
+            after = f"after {task.elapsed or 0:.0f} s"
+            runner.say(f"{task.completed:.0f} of {task.total:.0f} runs {after}{left}{doing}")
 
     return advance
 

@@ -63,7 +63,7 @@ class Runner:
         self.directory, self.rates = directory, rates
         self.base = {"bench": "run", "dtype": pair.dtype, "env": {name: env[name] for name in ENV if name in env}}
         self.say: Callable[[str], None] = print
-        self.advance: Callable[[int], None] = lambda count: None
+        self.advance: Callable[..., None] = lambda *_: None
         self.blocks = plan_blocks(suites, settings)
         self._shapes: set[tuple[int, int]] = set()  # of the texts so far: sequences and rounded length
         directory.keep(finished_keys(self.blocks, self.methods, directory.records))

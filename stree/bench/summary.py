@@ -192,6 +192,7 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
         "near_ties": len(gaps),
         "largest_gap": max(gaps, default=0.0),
         "p_value": check.get("p_value"),
+        "tested_tokens": check.get("num_tokens"),
         "greedy_identical": check.get("greedy_identical", check.get("greedy_twin", False)),  # or its older name
         **{f"{part}_ms": 1e3 * sum(block[f"{part}_s"] for block in blocks) / steps for part in PARTS},
     }

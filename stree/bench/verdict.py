@@ -30,7 +30,8 @@ def verdict_text(row: Record) -> str:
         checked = "greedy identical" if row["greedy_identical"] else "not checked"
         return f"{checked}, distribution untested ({row['verifier']})"
     if row["p_value"] is not None:
-        return f"target's distribution, p = {row['p_value']:.2g} ({row['verifier']})"
+        tokens = f", {row['tested_tokens']} tokens" if row.get("tested_tokens") else ""
+        return f"distribution not rejected, p = {row['p_value']:.2g}{tokens} ({row['verifier']})"
     if row["near_ties"]:
         return f"near-ties, gap <= {row['largest_gap']:.0e} of scale ({row['verifier']})"
     return f"identical ({row['verifier']})"

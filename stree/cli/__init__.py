@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import version
 
 from stree.cli.batch import add_batch
@@ -28,7 +29,11 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0, 2 for a user's mistake, 130 after Ctrl-C."""
+    """Run a command.
+
+    Returns:
+        The exit status: 0, 2 for a user's mistake, 130 after Ctrl-C, 141 where nothing reads the output any more.
+    """
     parser = argparse.ArgumentParser(
         prog="stree", description="Tree speculative decoding for Mamba and hybrid language models."
     )
@@ -45,7 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             take_settings(commands.choices["serve"], argv, os.environ)
         arguments = parser.parse_args(argv)
         import_own(getattr(arguments, "import", None))
-        return int(arguments.run(arguments))
+        status = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # who reads the output has read enough, as `head` does
+        with suppress(OSError):  # so that what is still buffered raises nothing at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, TypeError, RuntimeError, OSError) as error:  # a generation that failed is a RuntimeError
         print(f"stree: error: {error}", file=sys.stderr)
         return 2

@@ -177,6 +177,8 @@ def _report(arguments: argparse.Namespace) -> int:
     if only and (arguments.out is not None or arguments.json):
         name = only[0]
         raise ValueError(f"--{name} only prints a table; leave --out and --json out")
+    if arguments.ratios and only[1:] not in ([], ["markdown"]):
+        raise ValueError(f"--ratios prints a Markdown table; leave --{only[-1]} out")
     runs = load_runs(arguments.directories)
     if arguments.ratios:
         print(*(ratio_table(path, arguments.ratios) for path in arguments.directories), sep="\n")

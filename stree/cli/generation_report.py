@@ -29,6 +29,8 @@ def report_of(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: An
         "growth": stats["growth"],
         "budget": stats["budget"],
         "verifier": arguments.verifier,
+        "rule": stats["rule"],
+        "lossless": stats["lossless"],
         "finish_reason": stats["finish_reasons"][0],
         "device": str(lm.device),
         "dtype": str(lm.dtype).removeprefix("torch."),

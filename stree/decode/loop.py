@@ -187,6 +187,7 @@ class DecodeLoop:
             "finish_reasons": [sequence.reason or reason for sequence in sequences],
             **self.stats.report(self.sequences.num_new_tokens),
             **self.reported,
+            **({"rule": ", ".join(sorted(self.stats.rules))} if self.verifier == "auto" else {}),
             "rows": [sequence.counts.report() for sequence in sequences],
         }
         if self.is_started and self.step_cache is not None:

@@ -51,6 +51,7 @@ class Statistics:
     nodes: int = 0
     drafted_row_steps: int = 0  # row steps for which a draft model ran or more than the root was verified
     counts: AcceptedCounts = field(default_factory=AcceptedCounts)  # of the steps of all rows
+    rules: set[str] = field(default_factory=set)  # that verifier "auto" has chosen
 
     def record(self, step: StepResult, committed: Sequence[int], seconds: Mapping[str, float]) -> None:
         """Count a step: nodes committed by each sequence, 0 for an inactive one, and seconds by part."""
@@ -58,6 +59,7 @@ class Statistics:
         self.draft_calls += step.num_calls
         self.reused_drafts += step.is_reused
         self.nodes += step.num_nodes
+        self.rules.add("traversal" if step.has_ratios else "match")
         for part, time in seconds.items():
             self.parts[part] += time
         for count in filter(None, committed):

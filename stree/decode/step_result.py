@@ -120,6 +120,7 @@ class StepResult:
         trees: the trees, or None.
         is_steady: whether its time is that of later steps of its kind: nothing was captured, or run to be captured.
         arrival: event after which the copies may be read, or None where they may be at once.
+        has_ratios: whether drawn nodes were tested, by traversal or rejection, in place of MATCH or the argmax.
     """
 
     report: Tensor
@@ -132,6 +133,7 @@ class StepResult:
     logprobs: Tensor | None
     trees: StepTrees | None
     arrival: Any
+    has_ratios: bool = False
 
     def emitted(self) -> tuple[list[list[int]], list[int]]:
         """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed.
@@ -198,6 +200,7 @@ class LaunchedStep:
         return StepResult(
             report, self.timer, tree.tokens.shape[1], self.num_calls + self.draft.num_calls, self.draft.is_reused,
             self.is_steady, None if logits is None else logits.clone(), logprobs, trees, arrival(self.report.device),
+            has_ratios=self.acceptance.ratios is not None,
         )  # fmt: skip
 
 

@@ -102,11 +102,11 @@ def test_verdicts_say_how_an_output_was_checked(rows: Rows, records: list[dict[s
     assert verdict_text(rows["code", 0.0, "unrolled:static:2,2"]).startswith("FAILS: differs, logit gap")
     for record in records:
         if record["metric"] == "check" and record["provider"] == "dyspec:5":
-            record |= {"lossless": True, "p_value": 0.25}
+            record |= {"lossless": True, "p_value": 0.25, "num_tokens": 90}
     for record, gap in zip(timed(records, "mt_bench", 0.0, "chain:4"), (1e-4, -3e-4), strict=False):
         record |= {"lossless": True, "logit_gap": gap, "logit_scale": 2.0}
     rows = summary_of(records)
-    assert verdict_text(rows["code", 0.8, "dyspec:5"]) == f"target's distribution, p = 0.25 ({verifier})"
+    assert verdict_text(rows["code", 0.8, "dyspec:5"]) == f"distribution not rejected, p = 0.25, 90 tokens ({verifier})"
     assert verdict_text(rows["mt_bench", 0.0, "chain:4"]) == "near-ties, gap <= 1e-04 of scale (greedy)"
 
 
@@ -172,6 +172,10 @@ def test_ratios_of_two_methods_are_over_the_prompts_of_all_suites(capsys: pytest
         ["| suffix", "plain", "0"], ["| suffix", "plain", "0.8"], ["| plain", "plain", "0"], ["| plain", "plain", "0.8"]
     ]  # fmt: skip
     assert lines[0] == "| method | over | T | speed [95%] | tau [95%] |" and lines[-1].endswith("| 1.00 | 1.00 |")
+    capsys.readouterr()
+    for name in ("latex", "csv", "acceptance"):
+        assert main(["bench", "report", str(RUN), f"--{name}", "--ratios", "suffix/plain"]) == 2
+        assert f"--ratios prints a Markdown table; leave --{name} out" in capsys.readouterr().err
     assert main(["bench", "report", str(RUN), "--ratios", "suffix/other"]) == 2
     assert "got other" in capsys.readouterr().err
 
@@ -191,3 +195,14 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path, files: dict[str, s
         load_runs([tmp_path])
     with pytest.raises(ValueError, match="every directory needs a name of its own"):
         load_runs([RUN, RUN])
+
+
+def test_a_closed_pipe_ends_a_command_quietly(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(text: str) -> int:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("sys.stdout.write", closed)
+    assert main(["bench", "report", str(RUN), "--csv"]) == 141
+    assert capsys.readouterr().err == ""

@@ -40,6 +40,7 @@ def test_json_is_the_last_line_and_has_every_documented_key(target: str, capsys:
     keys = {"text", "token_ids", "num_prompt_tokens", "num_new_tokens", "steps", "tau", "tokens_per_s", "draft_s"}
     keys |= {"verify_s", "accept_s", "commit_s", "growth", "budget", "verifier", "finish_reason", "device", "dtype"}
     assert keys <= set(report)
+    assert (report["verifier"], report["rule"], report["lossless"]) == ("auto", "match", True)
     assert report["num_prompt_tokens"] == 5 and report["num_new_tokens"] == len(report["token_ids"])
     assert report["finish_reason"] in ("stop", "length") and report["dtype"] == "float32"
 

@@ -76,7 +76,8 @@ def test_a_run_knows_the_sampling_of_its_rows_and_statistics_show_no_other() -> 
     logits = torch.randn(2, 5, dtype=torch.float64)
     probs = torch.cat([Sampling(0.7).probs(logits[:1]), Sampling(1.5, top_k=2).probs(logits[1:])])
     assert torch.allclose(runs[0].sampling.probs(logits), probs)
-    assert generate(sampling=Sampling(0.7)).stats["growth"] == "Static(shape=(2, 1))"
+    stats = generate(sampling=Sampling(0.7)).stats
+    assert (stats["growth"], stats["rule"]) == ("Static(shape=(2, 1))", "traversal")
 
 
 def test_an_object_verifies_as_the_rule_of_a_name() -> None:
