@@ -123,7 +123,8 @@ def generate(
             ends there, and for the draft model's likewise.  It must depend on nothing but its arguments.  With one,
             steps are not captured as CUDA graphs.
         seed: of the random numbers.
-        num_samples: texts of every prompt, those of one prompt together, each with random numbers of its own.
+        num_samples: texts of every prompt, those of one prompt together, each with random numbers of its own.  They
+            share steps, so that the default budget is "auto", not 16, as for several prompts.
 
         Where a text ends:
         max_new_tokens: most new tokens a sequence.

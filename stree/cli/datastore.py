@@ -46,3 +46,18 @@ def _build(arguments: argparse.Namespace) -> int:
     store.save(out)
     print(f"{out}: {len(texts)} texts, {store.num_tokens} tokens, {out.stat().st_size} bytes")
     return 0
+
+
+def load_datastore(arguments: argparse.Namespace, tokenizer: Any) -> Any:
+    """Load the datastore that the options name, or None."""
+    if arguments.datastore is None:
+        return None
+    from stree.retrieval import Datastore
+
+    store = Datastore.load(arguments.datastore)
+    if store.tokenizer != tokenizer_fingerprint(tokenizer):
+        raise ValueError(
+            f"datastore {arguments.datastore!r} was built with another tokenizer than that of target "
+            f"{arguments.target!r}; build it anew with 'stree datastore build --target'"
+        )
+    return store

@@ -11,13 +11,15 @@ from logging import getLogger
 from pathlib import Path
 from typing import Any
 
+from stree.checks import check_counts
 from stree.cli.compiling import MANY_TOKENS, advice
-from stree.cli.generation_report import report_of, summary, write_page
+from stree.cli.datastore import load_datastore
+from stree.cli.generation_report import print_samples, report_of, summary, write_page
 from stree.cli.importing import import_models, without_collection
 from stree.cli.options import add_command, add_generation, add_grammar, add_rules, grammar_of, token_rules_of
 from stree.cli.progress import Progress, TextPrinter
 from stree.files import check_file
-from stree.inputs import encode_turn, load_tokenizer, locate, stop_tokens, tokenizer_fingerprint
+from stree.inputs import encode_turn, load_tokenizer, locate, stop_tokens
 
 __all__ = ["add_generate", "drafting_options", "generation_options", "prepare"]
 
@@ -31,6 +33,7 @@ def add_generate(commands: Any) -> None:
     add_grammar(command)
     add_rules(command)
     command.add_argument("--stop", action="append", metavar="TEXT", help="end the text at TEXT; may be repeated")
+    command.add_argument("-n", "--num-samples", type=int, default=1, help="texts of the prompt; several need sampling")
     command.add_argument("--tp", action="store_true", help="shard the target over the processes of torchrun")
     command.add_argument("--json", action="store_true", help="print one JSON document as the last line")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page that shows the trees of all steps")
@@ -38,13 +41,16 @@ def add_generate(commands: Any) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     """Run ``stree generate``."""
+    check_counts(num_samples=arguments.num_samples)
+    if arguments.num_samples > 1 and arguments.temperature == 0:
+        raise ValueError(f"--num-samples {arguments.num_samples} needs a temperature above 0: greedy texts are equal")
     options = {**generation_options(arguments), "grammar": grammar_of(arguments), **token_rules_of(arguments)}
     if arguments.html is not None:
         check_file(arguments.html)
         options["return_steps"] = True
     prompt = _prompt(arguments)
     tokenizer, load = prepare(arguments)
-    options |= {"tokenizer": tokenizer, "stop_strings": arguments.stop}
+    options |= {"tokenizer": tokenizer, "stop_strings": arguments.stop, "num_samples": arguments.num_samples}
     if "bad_words" in options:
         from stree.rule_fields import tokenized_words
 
@@ -57,13 +63,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     from stree.warming import compile_steps
 
     drafting = {name: options[name] for name in ("growth", "budget", "verifier")}
-    warm_up_s = compile_steps(lm, drafter, batches=[[options["sampling"]]], **drafting)
+    warm_up_s = compile_steps(lm, drafter, batches=[[options["sampling"]] * arguments.num_samples], **drafting)
     prints = not arguments.tp or os.environ["RANK"] == "0"  # of several processes the first one prints
-    if prints:
+    if prints and arguments.num_samples == 1:
         options["streamer"] = Progress(arguments.max_new_tokens) if arguments.json else TextPrinter(tokenizer)
     output, status = _run(lm, prompt_ids, drafter, options)
     if prints and output.sequences:  # none where it was interrupted while step times were profiled
         report = report_of(arguments, output, tokenizer, lm, warm_up_s)
+        print_samples(report if not arguments.json else {})
         print(json.dumps(report) if arguments.json else summary(report), file=None if arguments.json else sys.stderr)
         if report["num_new_tokens"] >= MANY_TOKENS and not arguments.json and (line := advice(lm)):
             print(line, file=sys.stderr)
@@ -118,7 +125,7 @@ def prepare(arguments: argparse.Namespace) -> tuple[Any, Callable[[], tuple[Any,
 
 def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the options of ``stree.generate``, and return them."""
-    from stree.checks import check_counts, check_sizes
+    from stree.checks import check_sizes
 
     with without_collection():
         from stree.sampling import Sampling
@@ -134,7 +141,6 @@ def generation_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def drafting_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the options of growth, budget and verifier, and return them."""
-    from stree.checks import check_counts
     from stree.growth import TargetInit, sized_growth
     from stree.verify import VERIFIERS
 
@@ -161,12 +167,18 @@ def _run(lm: Any, prompt_ids: list[int], drafter: Any, options: dict[str, Any]) 
     try:
         return generate(lm, [prompt_ids], drafter, **options), 0
     except GenerationInterrupted as interrupt:
-        options["streamer"].end()
+        _end(options)
         return interrupt.output, 130
     except GenerationError as error:
-        options["streamer"].end()
+        _end(options)
         print(f"stree: error: {error}", file=sys.stderr)
         return error.output, 2
+
+
+def _end(options: dict[str, Any]) -> None:
+    """End the line of a text that was printed as it came."""
+    if "streamer" in options:
+        options["streamer"].end()
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
@@ -231,7 +243,7 @@ def _drafter(arguments: argparse.Namespace, tokenizer: Any) -> Callable[[Any], A
     is_fused = kind == "fused"
     if arguments.datastore is not None and name != "suffix" and not is_fused:
         raise ValueError(f"--datastore is read by --drafter suffix and fused, got {name!r}")
-    store = _datastore(arguments, tokenizer)
+    store = load_datastore(arguments, tokenizer)
     if name in ("suffix", "none"):
         if arguments.growth is not None:
             raise ValueError(f"--growth shapes the trees of a draft model; --drafter {name} has none")
@@ -283,18 +295,3 @@ def _kept(path: str | None, vocab_size: int, lm: Any) -> list[int] | None:
     from stree.vocabulary import load_vocabulary
 
     return None if path is None else load_vocabulary(path, vocab_size, lm.eos_token_ids)
-
-
-def _datastore(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """Load the datastore that the options name, or None."""
-    if arguments.datastore is None:
-        return None
-    from stree.retrieval import Datastore
-
-    store = Datastore.load(arguments.datastore)
-    if store.tokenizer != tokenizer_fingerprint(tokenizer):
-        raise ValueError(
-            f"datastore {arguments.datastore!r} was built with another tokenizer than that of target "
-            f"{arguments.target!r}; build it anew with 'stree datastore build --target'"
-        )
-    return store

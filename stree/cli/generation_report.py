@@ -7,7 +7,7 @@ from typing import Any
 
 from stree.files import replacing
 
-__all__ = ["report_of", "summary", "write_page"]
+__all__ = ["print_samples", "report_of", "summary", "write_page"]
 
 
 def report_of(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: Any, warm_up_s: float) -> dict[str, Any]:
@@ -19,6 +19,10 @@ def report_of(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: An
     prompt = output.sequences[0][:num_prompt_tokens]
     keys = ("steps", "tau", "draft_calls", "nodes_per_step", "acceptance_by_depth", "tokens_per_s", "total_s")
     parts = ("prefill_s", "draft_s", "verify_s", "accept_s", "commit_s")
+    samples = [
+        {"text": text_of(tokenizer, prompt, tokens), "token_ids": tokens, "finish_reason": reason}
+        for tokens, reason in zip(output.new_tokens, stats["finish_reasons"], strict=True)
+    ]
     return {
         "text": text_of(tokenizer, prompt, new),
         "token_ids": new,
@@ -34,14 +38,22 @@ def report_of(arguments: argparse.Namespace, output: Any, tokenizer: Any, lm: An
         "finish_reason": stats["finish_reasons"][0],
         "device": str(lm.device),
         "dtype": str(lm.dtype).removeprefix("torch."),
+        **({"samples": samples} if len(samples) > 1 else {}),
     }
+
+
+def print_samples(report: dict[str, Any]) -> None:
+    """Print the texts, where there are several, each behind its number; a single one was printed as it came."""
+    for number, sample in enumerate(report.get("samples", ()), 1):
+        print(f"[{number}] {sample['text']}")
 
 
 def summary(report: dict[str, Any]) -> str:
     """Summarise a run in two lines."""
+    count = sum(len(sample["token_ids"]) for sample in report.get("samples", ())) or report["num_new_tokens"]
     parts = ", ".join(f"{name} {report[name + '_s']:.2f}" for name in ("draft", "verify", "accept", "commit"))
     return (
-        f"\n{report['num_new_tokens']} tokens in {report['steps']} steps: tau {report['tau']:.2f}, "
+        f"\n{count} tokens in {report['steps']} steps: tau {report['tau']:.2f}, "
         f"{report['tokens_per_s']:.0f} tokens/s ({report['finish_reason']})\nseconds: {parts}; "
         f"warm-up before the text {report['warm_up_s']:.2f}"
     )

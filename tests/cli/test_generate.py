@@ -113,6 +113,19 @@ def test_text_is_streamed_and_the_summary_goes_to_standard_error(
     assert captured.out.startswith("w1 w2 w3") and "tau" in captured.err
 
 
+def test_several_texts_of_a_prompt_are_printed_behind_their_numbers(
+    target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["-n", "3", "--target", target, "--drafter", "suffix", "--temperature", "1"]
+    assert main([*PROMPT, *options]) == 0
+    printed = capsys.readouterr().out
+    report = run_json(capsys, *PROMPT, *options)
+    texts = [sample["text"] for sample in report["samples"]]
+    assert printed == "".join(f"[{number}] {text}\n" for number, text in enumerate(texts, 1))
+    assert len({*texts}) == 3 and texts[0] == report["text"]
+    assert "--num-samples 3 needs a temperature above 0" in error_of(capsys, *PROMPT, "-n", "3", "--target", target)
+
+
 def test_different_tokenizers_are_refused(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = save_tiny(tmp_path, words=[f"w{number}" for number in reversed(range(1, VOCAB))])
     error = error_of(capsys, "generate", "w1 w2", "--target", target, "--drafter", other)
