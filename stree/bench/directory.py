@@ -99,7 +99,9 @@ class RunDirectory:
         before, sessions = read_about(about)
         for name in sorted(before.keys() | config.keys()):
             if before.get(name) != config.get(name):
-                raise ValueError(f"{self.path} holds a run with {name} {before.get(name)!r}, not {config.get(name)!r}")
+                raise ValueError(
+                    f"{self.path} holds a run with {_difference(name, before.get(name), config.get(name))}"
+                )
         return sessions
 
     def keep(self, finished: Iterable[Key]) -> None:
@@ -121,3 +123,14 @@ class RunDirectory:
     def find(self, metric: str, **params: Any) -> list[Record]:
         """List the records of a metric with these parameters."""
         return [r for r in self.records if r["metric"] == metric and params.items() <= r["params"].items()]
+
+
+def _difference(name: str, held: Any, wanted: Any) -> str:
+    """Describe how a setting differs: of suites of the same names by the number of prompts, or by the file."""
+    if name != "suites" or not held or held.keys() != wanted.keys():
+        return f"{name} {held!r}, not {wanted!r}"
+    suite = next(suite for suite in held if held[suite] != wanted[suite])
+    before, now = held[suite]["prompts"], wanted[suite]["prompts"]
+    if before == now:
+        return f"another file of the suite {suite}"
+    return f"{before} prompts of the suite {suite}, not {now} (--limit)"

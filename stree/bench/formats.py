@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stree.bench.records import Record
-from stree.bench.tables import ratio_text, table
+from stree.bench.tables import interval_note, ratio_text, table
 from stree.bench.verdict import verdict_text
 
 __all__ = ["acceptance_table", "csv_rows", "latex"]
@@ -37,10 +37,23 @@ def csv_rows(named: Sequence[tuple[str, Sequence[Record]]]) -> str:
     return file.getvalue().rstrip("\n")
 
 
-def latex(rows: Sequence[Record], command: str) -> str:
-    """Write rows as a LaTeX table (package booktabs): speed and tau with 95 % intervals; a comment has the command."""
-    lines = [rf"% {command}", r"\begin{tabular}{lllllll}", r"\toprule"]
-    lines += [r"suite & $T$ & method & tokens/s & over plain [95\,\%] & if all right & $\tau$ [95\,\%] \\", r"\midrule"]
+def latex(rows: Sequence[Record], command: str, made_on: str = "") -> str:
+    """Write rows as a LaTeX table (package booktabs): speed and tau with 95 % intervals.
+
+    Comments have the command, what it was ``made_on``, why there are no intervals, and whose distribution is untested.
+    """
+    note = interval_note(rows).strip()
+    untested = sorted({row["method"] for row in rows if "untested" in verdict_text(row)})
+    notes = [
+        command,
+        made_on,
+        note,
+        f"distribution untested (--test-distribution): {', '.join(untested)}" * bool(untested),
+    ]
+    interval = "" if note else r" [95\,\%]"
+    lines = [*(f"% {one}" for one in notes if one), r"\begin{tabular}{lllllll}", r"\toprule"]
+    heading = rf"suite & $T$ & method & tokens/s & over plain{interval} & if all right & $\tau${interval} \\"
+    lines += [heading, r"\midrule"]
     place: Any = None
     for row in rows:
         if place is not None and place != (row["suite"], row["temperature"]):

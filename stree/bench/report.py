@@ -16,7 +16,7 @@ from stree.bench import plots
 from stree.bench.directory import read_about
 from stree.bench.drawing import describe, svg
 from stree.bench.methods import PEERS
-from stree.bench.records import Record, read
+from stree.bench.records import BUSY, Record, read
 from stree.bench.summary import PARTS, compare, pool, summarise
 from stree.bench.tables import ratio_text, table
 from stree.bench.unfinished import with_unfinished
@@ -78,6 +78,16 @@ class LoadedRun:
     def command(self) -> str:
         """The command line of the last start."""
         return str(self.sessions[-1]["command"])
+
+    @property
+    def made_on(self) -> str:
+        """Commit, device and load of the last start."""
+        env = self.sessions[-1]
+        load = "" if env.get("load") is None else f"load average {env['load']:g} at the start"
+        if env.get("load") is not None and env["load"] > BUSY:
+            load += ": times of a busy machine are wrong"
+        parts = (f"commit {env['commit']}" if env.get("commit") else "", str(env.get("device") or ""), load)
+        return ", ".join(part for part in parts if part)
 
 
 Drawn = tuple[Figure, list[LoadedRun]]  # a plot, and the runs that it shows

@@ -65,7 +65,9 @@ def _add_run(bench: Any) -> None:
         "GSM8K, MT-Bench, Spec-Bench and SPEED-Bench (named humaneval, gsm8k, mt_bench, spec_bench, speed_bench), or "
         "any name, for JSON lines with a prompt, question, turns or text, or for plain text",
     )
-    command.add_argument("--limit", type=int, default=10, help="prompts of each suite; 0 for all")
+    command.add_argument(
+        "--limit", type=int, default=10, help="prompts of each suite, 0 for all; intervals need at least 3"
+    )
     command.add_argument("--methods", default=None, help=METHODS)
     command.add_argument("--temperature", default="0", help="one or several, as 0,0.8; 0 is greedy")
     command.add_argument("--top-k", type=int, default=None, help="sample from the k most probable tokens")
@@ -203,7 +205,7 @@ def _print_runs(runs: Any, arguments: argparse.Namespace) -> None:
         return
     for run in runs:
         if arguments.latex:
-            print(latex(run.rows, run.command))
+            print(latex(run.rows, run.command, run.made_on))
             continue
         print(f"{run.name}:\n" if len(runs) > 1 else "", end="")
         print((acceptance_table if arguments.acceptance else markdown)(run.rows) + interval_note(run.rows))

@@ -45,9 +45,15 @@ def test_csv_has_every_row_and_the_ends_of_every_interval(records: list[dict[str
 
 def test_a_latex_table_has_intervals_and_escapes_names(records: list[dict[str, Any]], tmp_path: Path) -> None:
     row = {**row_of(records, "chain:4"), "method": "fused_8%#2", "tau_interval": (2.5, 2.25, 2.75)}
-    text = latex([row, row_of(records, "mamba-ssm"), {**row, "unfinished": "1 of 2 texts"}], "stree bench run --x 50%")
+    text = latex(
+        [row, row_of(records, "mamba-ssm"), {**row, "unfinished": "1 of 2 texts"}],
+        "stree bench run --x 50%",
+        "commit abc",
+    )
     lines = text.splitlines()
-    assert lines[0] == "% stree bench run --x 50%"
+    assert lines[:2] == ["% stree bench run --x 50%", "% commit abc"]
+    few = latex([{**row, "samples": 2, "lossless": None}], "")
+    assert "% Intervals need at least 3 prompts" in few and "% distribution untested" in few and "95" not in few
     assert any(r"fused\_8\%\#2" in line and line.endswith(r"& 2.50 [2.25, 2.75] \\") for line in lines)
     assert any(r"\multicolumn{4}{l}{cannot run: mamba-ssm needs a CUDA device} \\" in line for line in lines)
     assert all(line.count("&") in (3, 6) for line in lines if line.endswith(r"\\")) and "*" in lines[-4]
