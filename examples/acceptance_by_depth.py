@@ -31,6 +31,7 @@ def main(max_new_tokens: int = 96) -> None:
         chance = [step.draft_probs[depth] for step in accepted]  # that the draft model gave to the accepted token
         mean = sum(chance) / len(chance)
         print(f"depth {depth + 1} {'#' * round(40 * share):40} {share:4.0%} of {len(reached)}, drafted at {mean:.2f}")
+    # A plot: d = out.stats["acceptance_by_depth"]; plt.bar(range(1, len(d) + 1), d); plt.savefig("depth.svg")
     for row, text in zip(out.stats["rows"], PROMPTS, strict=True):
         print(f"tau {row['tau']:.2f} after {text!r}")
 

@@ -1,4 +1,4 @@
-"""A drafter of your own that draws, checked: chains of two tokens, as frequent as they are in the text so far."""
+"""A drafter of your own that draws, checked: two siblings, tokens as frequent as they are in the prompt."""
 
 import torch
 
@@ -17,22 +17,22 @@ class FrequencyRun(stree.drafters.DraftRun):  # what belongs to one generation
 
     def propose(self, pending, growth, budget):
         rng, zero = self.rng.at(self.lengths), torch.zeros_like(pending)  # the numbers of this step
-        probs, count = self.counts / self.counts.sum(1, keepdim=True), min(budget - 1, 2)
-        drawn = [rng.choice("draft", probs, zero, node) for node in range(count)]  # a number of its own for each node
-        self.tree = stree.TokenTree.chain(torch.stack([pending, *drawn], 1))
-        row = torch.zeros_like(self.tree.parents)  # all nodes were drawn (SAMPLED, 0) from one distribution, row 0
-        return stree.drafters.Draft(self.tree, stree.DraftProbs(probs[:, None], row, row.to(torch.int8)), count)
+        probs = self.counts / self.counts.sum(1, keepdim=True)
+        first = rng.choice("draft", probs, zero, 0)
+        second = rng.choice("draft", probs.scatter(1, first[:, None], 0.0), zero, 1)  # another number, another token
+        parents = torch.tensor([[-1, 0, 0]] * len(pending))[:, :budget]  # both are children of the root, in draw order
+        tree = stree.TokenTree(torch.stack([pending, first, second], 1)[:, :budget], parents)
+        row = torch.zeros_like(tree.parents)  # siblings share a row: the verifier takes out the earlier one's token
+        kind = torch.full_like(row, stree.verify.SAMPLED, dtype=torch.int8)
+        return stree.drafters.Draft(tree, stree.DraftProbs(probs[:, None], row, kind), max_depth=1)
 
     def observe(self, acceptance):
         self.lengths = self.lengths + acceptance.path_lengths
-        tokens = self.tree.tokens.gather(1, acceptance.path.clamp(min=0).long())
-        self.counts = self.counts.scatter_add(1, tokens, (acceptance.path >= 0) * 1.0)
 
 
 def main(tokens=64):
     print(stree.testing.check_drafter(FrequencyDrafter(), vocab_size=3, budget=3))
-    lm = stree.TreeLM.from_pretrained(f"{stree.__path__[0]}/assets/target")
-    sampling = stree.Sampling(0.8)
+    lm, sampling = stree.TreeLM.from_pretrained(f"{stree.__path__[0]}/assets/target"), stree.Sampling(0.8)
     print(stree.generate(lm, [[5, 6]], FrequencyDrafter(), budget=3, sampling=sampling, max_new_tokens=tokens).stats)
 
 

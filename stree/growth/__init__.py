@@ -19,12 +19,13 @@ from stree.growth.rsd import RSDC, RSDS
 from stree.growth.sequoia import Sequoia
 from stree.growth.specinfer import SpecInfer
 from stree.growth.static import Static
-from stree.growth.stops import Confidence, Stop, Stopped
+from stree.growth.stops import STOPS, Confidence, Stop, Stopped
 
 __all__ = [
     "GROWTHS",
     "RSDC",
     "RSDS",
+    "STOPS",
     "AcceptanceModel",
     "BaseGrowth",
     "Calibrated",

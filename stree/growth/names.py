@@ -4,6 +4,7 @@
     chain:DEPTH  static:WIDTH,...  rsdc:WIDTH,...  specinfer:WIDTH,...  rsds:WIDTH,DEPTH  stree
     lossy-target-init:WIDTH,DEPTH
     +sure:PROB  +depth-stop[:LOG]  +decision[:PROB]                stop rules, behind any of them
+    +NAME[:NUMBER]                                                 likewise, of ``STOPS``
 
 NODES counts the root and is the budget; DEPTH is the number of draft calls, at most.  A fixed shape has its own number
 of nodes, and runs under any budget that holds it.
@@ -29,7 +30,7 @@ from stree.growth.rsd import RSDC, RSDS
 from stree.growth.sequoia import Sequoia
 from stree.growth.specinfer import SpecInfer
 from stree.growth.static import Static
-from stree.growth.stops import Confidence
+from stree.growth.stops import STOPS, Stopped
 from stree.growth_names import GROWTHS as FORMS
 
 __all__ = ["GROWTHS", "NamedGrowth", "parse_growth", "sized_growth"]
@@ -78,7 +79,7 @@ FIXED = {
     "stree": _Fixed("stree", 0, lambda _: Static.stree()),
 }
 FORMER = {"dyspec-heap": "dyspec:NODES,form=heap", "opttree": "opt-tree:NODESxDEPTH"}  # name -> how it is written now
-STOPS = ("depth-stop", "decision", "sure")
+GROWTH_STOPS: dict[str, Callable[..., Growth]] = {"decision": DecisionStop, "depth-stop": DepthStop}  # around a growth
 
 
 def _rates(text: str) -> tuple[float, ...]:
@@ -91,6 +92,13 @@ OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
     **dict.fromkeys(("threshold", "least_gain"), ("a number", float)),
     "form": ("a word", str),
     "rates": ("numbers with slashes between them", _rates),
+}
+
+# Fields of growths of other authors, by their annotation, which is a class, or its name where annotations are strings.
+KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    **dict.fromkeys(("int", "<class 'int'>"), ("an integer", int)),
+    **dict.fromkeys(("float", "<class 'float'>"), ("a number", float)),
+    **dict.fromkeys(("str", "<class 'str'>"), ("a word", str)),
 }
 
 
@@ -136,7 +144,8 @@ def parse_growth(text: str) -> NamedGrowth:
             named = replace(named, growth=_stopped(named.growth, stop))
     except (TypeError, ValueError) as error:
         own = sorted(GROWTHS.keys() - BUILT_IN)
-        raise ValueError(f"growth {text!r} cannot be read: {error}; growths are {', '.join([FORMS, *own])}") from error
+        named_own = f"{', '.join(own)} (of your own), " if own else ""
+        raise ValueError(f"growth {text!r} cannot be read: {error}; growths are {named_own}{FORMS}") from error
     return named
 
 
@@ -146,7 +155,9 @@ def _dynamic(name: str, items: list[str]) -> NamedGrowth:
     if not isinstance(growth, type):
         raise ValueError(f"GROWTHS[{name!r}] must be a class of growths, got {growth!r:.80}")
     options: dict[str, Any] = {}
-    known = [field.name for field in fields(growth) if field.name in OPTIONS]
+    readers = {one.name: OPTIONS[one.name] for one in fields(growth) if one.name in OPTIONS}
+    if name not in BUILT_IN:
+        readers = {one.name: KINDS[str(one.type)] for one in fields(growth) if str(one.type) in KINDS} | readers
     size = re.fullmatch(r"(\d+)(?:x(\d+))?", items[0]) if items else None
     if size:
         budget, items = int(size[1]), items[1:]
@@ -155,12 +166,12 @@ def _dynamic(name: str, items: list[str]) -> NamedGrowth:
     for item in items:
         key, equals, value = item.partition("=")
         field = key.replace("-", "_")
-        if not equals or field not in known:
-            names = ", ".join(known).replace("_", "-")
+        if not equals or field not in readers:
+            names = ", ".join(readers).replace("_", "-")
             raise ValueError(f"{name} takes NODES or NODESxDEPTH, and the options {names}; got {item!r}")
         if field in options:
             raise ValueError(f"{key} is given twice")
-        options[field] = _read(key, *OPTIONS[field], value)
+        options[field] = _read(key, *readers[field], value)
     if growth is OptTree and "depth" in options:  # nodes x draft calls, as its paper compares trees
         options.setdefault("least_gain", 0.0)
     return NamedGrowth(growth(**options), budget)
@@ -177,16 +188,18 @@ def _fixed(shape: _Fixed, items: list[str]) -> Growth:
 def _stopped(growth: Growth, text: str) -> Growth:
     """Add a stop rule to a growth."""
     name, colon, rest = text.partition(":")
-    if name not in STOPS:
-        raise ValueError(f"stop rules are {', '.join(f'+{one}' for one in STOPS)}, got '+{name}'")
+    if name not in GROWTH_STOPS and name not in STOPS:
+        known = ", ".join(f"+{one}" for one in (*GROWTH_STOPS, *STOPS))
+        raise ValueError(f"stop rules are {known}, got '+{name}'")
     if ":" in rest:
         raise ValueError(f"one number follows +{name}; nodes come before it, as in calibrated:32+decision:0.4")
     numbers = [_read(f"+{name}", "a number", float, rest)] if colon else []
-    if name == "sure":
-        if not isinstance(growth, Chain) or not numbers:
-            raise ValueError(f"+sure:PROB stops chains, got {text!r} behind {growth}")
-        return replace(growth, stop=Confidence(*numbers))
-    return DepthStop(growth, *numbers) if name == "depth-stop" else DecisionStop(growth, *numbers)
+    if name in GROWTH_STOPS:
+        return GROWTH_STOPS[name](growth, *numbers)
+    if name == "sure" and not numbers:
+        raise ValueError(f"it is written +sure:PROB, got {text!r} behind {growth}")
+    rule = STOPS[name](*numbers)
+    return replace(growth, stop=rule) if isinstance(growth, Chain) and growth.stop is None else Stopped(growth, rule)
 
 
 def _read(name: str, kind: str, read: Callable[[str], Any], text: str) -> Any:

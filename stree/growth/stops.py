@@ -8,6 +8,7 @@ elsewhere a stopped sequence's layers are padding, so that every step has one sh
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +23,16 @@ from stree.kernels.tree_growth.operands import Kept
 from stree.returned import check_kind
 from stree.sampling import Random
 
-__all__ = ["Confidence", "Stop", "Stopped", "StoppedGrowth", "StoppedModel", "check_rule"]
+__all__ = ["STOPS", "Confidence", "Stop", "Stopped", "StoppedGrowth", "StoppedModel", "check_rule"]
 
 
 class Stop:
     """A rule that ends the growth of a sequence's tree; the base class never does.
 
     A rule of your own is a frozen dataclass, so that statistics show its parameters.  It overrides one of the methods
-    and is attached to a growth by ``Stopped(growth, rule)``.
+    and is attached to a growth by ``Stopped(growth, rule)``, or in names by ``+NAME:NUMBER`` after
+    ``stree.growth.STOPS["NAME"] = Rule``.  It decides for a whole text.  To end single branches give their slots the
+    priority 0 in ``AcceptanceModel.rate``, by ``slots.dist``.
     """
 
     def goes_on(self, depth: int, values: Tensor) -> Tensor | None:
@@ -147,6 +150,10 @@ class Confidence(Stop):
         if self.most_entropy < math.inf:
             is_sharp &= torch.special.entr(dist).sum(-1) <= self.most_entropy
         return (is_sharp & (values > 0)).any(1)
+
+
+# Rules by name, made from the number behind it; a class of your own may be entered under another name.
+STOPS: dict[str, Callable[..., Stop]] = {"sure": Confidence}
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,10 @@ def test_a_directory_of_another_configuration_is_refused_unless_forced(tmp_path:
         RunDirectory(tmp_path / "run", {"methods": "chain:2"}, {})
     with pytest.raises(ValueError, match="holds a run with seed None, not 3"):
         RunDirectory(tmp_path / "run", {"methods": "plain", "seed": 3}, {})
+    two, three = ({"suites": {"code": {"prompts": count, "file": "f"}}} for count in (2, 3))
+    RunDirectory(tmp_path / "other", two, {})
+    with pytest.raises(ValueError, match=r"holds a run with 2 prompts of the suite code, not 3 \(--limit\)"):
+        RunDirectory(tmp_path / "other", three, {})
     before = (tmp_path / "run" / "results.jsonl").read_bytes()
     anew = RunDirectory(tmp_path / "run", {"methods": "chain:2"}, {"device": "new"}, force=True)
     assert anew.records == [] and (tmp_path / "run" / "results.jsonl.old").read_bytes() == before

@@ -8,7 +8,7 @@ import pytest
 from stree.bench.methods import parse_methods
 from stree.cli import main
 from stree.drafters import DRAFTERS
-from stree.growth import GROWTHS, parse_growth
+from stree.growth import GROWTHS, STOPS, parse_growth
 from stree.verify import VERIFIERS
 
 OWN = """
@@ -19,13 +19,19 @@ from stree.growth import BaseGrowth, Layer, Plan
 @dataclass(frozen=True)
 class Wide(BaseGrowth):
     width: int = 2
+    least: float = 0.5
     def plan(self, budget):
         return Plan((Layer(self.width, self.width),), min(self.width, budget - 1))
+
+@dataclass(frozen=True)
+class Top(stree.growth.Stop):
+    least: float = 0.3
 
 class Repeat(stree.drafters.SuffixDrafter):
     pass
 
 stree.growth.GROWTHS["wide"] = Wide
+stree.growth.STOPS["top"] = Top
 stree.drafters.DRAFTERS["repeat"] = lambda target: print("made by name") or Repeat()
 stree.verify.VERIFIERS["mine"] = stree.verify.VERIFIERS["match"]
 """
@@ -36,7 +42,7 @@ def own(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "own.py"
     path.write_text(OWN)
     yield path
-    for registry, name in ((DRAFTERS, "repeat"), (GROWTHS, "wide"), (VERIFIERS, "mine")):
+    for registry, name in ((DRAFTERS, "repeat"), (GROWTHS, "wide"), (STOPS, "top"), (VERIFIERS, "mine")):
         registry.pop(name, None)
 
 
@@ -45,7 +51,10 @@ def test_names_of_an_imported_file_are_read(own: Path, capsys: pytest.CaptureFix
         main(["generate", "def f", "--import", str(own), "--drafter", "repeat", "--max-new-tokens", "2", "--json"]) == 0
     )
     assert "made by name" in capsys.readouterr().out
-    assert str(parse_growth("wide:8,width=3").growth) == "Wide(width=3)"
+    named = parse_growth("wide:8,width=3,least=0.2+top:0.4").growth
+    assert str(named) == "Stopped(base=Wide(width=3, least=0.2), rule=Top(least=0.4))"
+    with pytest.raises(ValueError, match=r"options width, least; got .*; growths are wide \(of your own\), calib"):
+        parse_growth("wide:8,depth=2")
     GROWTHS["wide"] = GROWTHS["wide"](width=3)
     with pytest.raises(ValueError, match=r"GROWTHS\['wide'\] must be a class of growths, got Wide"):
         parse_growth("wide:8")

@@ -9,8 +9,8 @@ import pytest
 
 from stree import growth as growths
 from stree.bench.methods import parse_methods
-from stree.growth import NamedGrowth, parse_growth, sized_growth
-from stree.growth.names import FIXED, GROWTHS, OPTIONS, STOPS
+from stree.growth import STOPS, NamedGrowth, parse_growth, sized_growth
+from stree.growth.names import FIXED, GROWTH_STOPS, GROWTHS, OPTIONS
 from stree.growth_names import GROWTHS as FORMS
 
 NAMES: dict[str, tuple[growths.Growth, int | None]] = {
@@ -37,6 +37,7 @@ NAMES: dict[str, tuple[growths.Growth, int | None]] = {
     "calibrated:32+decision:1": (growths.DecisionStop(growths.Calibrated(), 1.0), 32),
     "static:2,2+decision:0.3": (growths.DecisionStop(growths.Static([2, 2]), 0.3), None),
     "chain:8+sure:0.4": (growths.Chain(8, stop=growths.Confidence(0.4)), None),
+    "dyspec:16+sure:0.3": (growths.Stopped(growths.DySpec(), growths.Confidence(0.3)), 16),
     "chain:8+sure:0.4+decision": (growths.DecisionStop(growths.Chain(8, stop=growths.Confidence(0.4))), None),
 }
 
@@ -53,7 +54,7 @@ def test_a_name_is_one_growth_and_one_budget_wherever_it_is_read(text: str) -> N
 
 def test_the_help_names_every_growth_and_stop_rule() -> None:
     named = re.findall(r"\+?[a-z][a-z0-9-]*", FORMS)
-    assert {*GROWTHS, *FIXED, *(f"+{stop}" for stop in STOPS)} <= {*named}
+    assert {*GROWTHS, *FIXED, *(f"+{stop}" for stop in {*STOPS, *GROWTH_STOPS})} <= {*named}
     kinds = {name: growth.__dataclass_fields__ for name, growth in GROWTHS.items()}
     assert all(any(option in kind for kind in kinds.values()) for option in OPTIONS), "no option is of no growth"
 
@@ -99,9 +100,8 @@ def test_a_budget_beside_a_name_must_be_the_name_s(text: str, budget: Any, messa
         ("static:", "it is written static:WIDTH,..."),
         ("rsds:4", "it is written rsds:WIDTH,DEPTH"),
         ("stree:13", "it is written stree"),
-        ("eagle2+never", r"stop rules are \+depth-stop, \+decision, \+sure, got '\+never'"),
-        ("eagle2+sure:0.4", r"\+sure:PROB stops chains, got 'sure:0.4' behind Eagle2"),
-        ("chain:4+sure", r"\+sure:PROB stops chains, got 'sure' behind Chain"),
+        ("eagle2+never", r"stop rules are \+decision, \+depth-stop, \+sure, got '\+never'"),
+        ("chain:4+sure", r"it is written \+sure:PROB, got 'sure' behind Chain"),
         ("chain:4+sure:2", r"least_prob must be in \[0, 1\], got 2.0"),
         ("chain:4+depth-stop:deep", r"\+depth-stop takes a number, got 'deep'"),
         # Names of earlier versions.
