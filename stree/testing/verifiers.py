@@ -92,7 +92,7 @@ def check_verifier(verifier: str | Verifier, *, seeds: Sequence[int] = (0, 1), v
             worst = max(worst, _bias(case, verifier, name))
         except ValueError as error:
             if case.shape == "chain":
-                raise CheckFailed(f"{name} takes no chain ({case}): {error}") from error
+                raise CheckFailed(f"{name} fails on a chain ({case}): {error}") from error
             notes.append(f"left out, refused: {case.shape}, {error}")
             continue
         cases += 1

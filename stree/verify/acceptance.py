@@ -211,8 +211,11 @@ def _check_accepted(accepted: Any, rule: Verifier, batch: int, n: int) -> None:
         path, lengths = accepted.path, accepted.path_lengths
         if bool(((lengths < 1) | (lengths > path.shape[1])).any()):
             raise ValueError(f"{name} must return path_lengths in [1, {path.shape[1]}], got {lengths.tolist()}")
-        if bool((path >= n).any()):
-            raise ValueError(f"{name} must return paths of nodes below {n}, got {path.tolist()!s:.80}")
+        is_missing = (path < 0) & (torch.arange(path.shape[1], device=path.device) < lengths[:, None])
+        if bool(((path >= n) | is_missing).any()):
+            raise ValueError(
+                f"{name} must return paths of nodes below {n} up to path_lengths, got {path.tolist()!s:.80}"
+            )
 
 
 def _has_branches(tree: TokenTree) -> bool:
