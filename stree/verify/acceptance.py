@@ -213,9 +213,7 @@ def _check_accepted(accepted: Any, rule: Verifier, batch: int, n: int) -> None:
             raise ValueError(f"{name} must return path_lengths in [1, {path.shape[1]}], got {lengths.tolist()}")
         is_missing = (path < 0) & (torch.arange(path.shape[1], device=path.device) < lengths[:, None])
         if bool(((path >= n) | is_missing).any()):
-            raise ValueError(
-                f"{name} must return paths of nodes below {n} up to path_lengths, got {path.tolist()!s:.80}"
-            )
+            raise ValueError(f"{name}: path must lead from the root down, got {path.tolist()!s:.80} of {n} nodes")
 
 
 def _has_branches(tree: TokenTree) -> bool:
