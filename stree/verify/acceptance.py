@@ -142,8 +142,8 @@ def accept(
     Raises:
         TypeError: an argument of another kind.
         ValueError: shapes disagree, the verifier is unknown, or (checked on the CPU only) logits are NaN, or +inf
-            where tokens are sampled, ``draft.row`` is beyond the rows of ``draft.probs``, or "block" got a tree with
-            branches.
+            where tokens are sampled, ``draft.row`` is beyond the rows of ``draft.probs`` in a tree whose constructor
+            has checked it, or "block" got a tree with branches.
     """
     _check_kinds(tree, target_logits, sampling, rng, draft)
     target_logits = target_logits.detach()
@@ -226,9 +226,9 @@ def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling,
         nodes = (~is_usable).nonzero().tolist()
         kind = "NaN" if bool(target_logits[tuple(nodes[0])].isnan().any()) else "infinite"
         raise ValueError(f"the target's logits are {kind} at (row, node) {nodes[:4]}")
-    rows = 0 if draft is None else draft.probs.shape[1]
-    if draft is not None and bool(((draft.row < 0) | (draft.row >= rows)).any()):
-        is_wrong = ((draft.row < 0) | (draft.row >= rows)) & (tree.parents >= 0) & (draft.kind != DELTA)
+    if draft is not None and tree.is_checked:  # of another author: trees of this package are made unchecked
+        rows, is_drawn = draft.probs.shape[1], (tree.parents >= 0) & (draft.kind != DELTA)
+        is_wrong = ((draft.row < 0) | (draft.row >= rows)) & is_drawn
         if bool(is_wrong.any()):
             nodes, found = is_wrong.nonzero().tolist()[:4], draft.row[is_wrong].tolist()[:4]
             raise ValueError(
