@@ -24,14 +24,13 @@ from stree.decode.request import Request
 from stree.decode.step_records import path_probs
 from stree.decode.step_result import LaunchedStep, StepResult, StepTimer, Wanted, on_path
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
-from stree.drafters.base import proposed, selected
+from stree.drafters.base import proposed, selected, started
 from stree.drafters.merge import keep_first
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen, Texts, emit, unchecked_maxima
 from stree.models.prefix_cache import PromptRun
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
-from stree.returned import check_kind
 from stree.sampling import BatchSampling, Random
 from stree.verify import Verifier, accept
 
@@ -217,9 +216,7 @@ class DecodeStep:
         if self._is_filled and self.run.can_begin:
             self.run.begin(range(len(prompts)), prompts)
         else:
-            run = drafter.start(self.lm.vocab_size, prompts, self._rng_at_ends())
-            check_kind(drafter, "start", run, DraftRun, "a stree.drafters.DraftRun")
-            self._use(run)
+            self._use(started(drafter, self.lm.vocab_size, prompts, self._rng_at_ends()))
         if hidden is not None:
             self.run.read_prompts(range(len(prompts)), hidden)
         self._is_filled = True

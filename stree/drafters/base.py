@@ -22,7 +22,7 @@ from stree.verify import Acceptance, DraftProbs
 
 __all__ = [
     "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "in_turn", "padded_prompts", "proposed",
-    "selected",
+    "selected", "started",
 ]  # fmt: skip
 
 
@@ -229,6 +229,17 @@ def proposed(run: DraftRun, pending: Tensor, growth: Growth | None, budget: int)
     for part, tensor, kind in parts:
         check_returned(run, "propose", tensor, kind, part=part, batch=batch, n=n)
     return draft
+
+
+def started(drafter: Drafter, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+    """Call ``start``.
+
+    Raises:
+        TypeError: it returns no run.
+    """
+    run = drafter.start(vocab_size, prompts, rng)
+    check_kind(drafter, "start", run, DraftRun, "a stree.drafters.DraftRun")
+    return run
 
 
 def selected(run: DraftRun, rows: Tensor, rng: Random) -> DraftRun:

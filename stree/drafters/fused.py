@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from stree.checks import check_shares
-from stree.drafters.base import Draft, Drafter, DraftRun, proposed, selected
+from stree.drafters.base import Draft, Drafter, DraftRun, proposed, selected, started
 from stree.drafters.budget_split import draws_by_value, retrieved_share
 from stree.drafters.draft_state import Grown
 from stree.drafters.host_copies import downloaded
@@ -25,7 +25,6 @@ from stree.growth import Growth, Plan
 from stree.kernels.dispatch import host_can_read
 from stree.kernels.host_copies import upload
 from stree.models.tree_lm import TreeLM
-from stree.returned import check_kind
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -122,8 +121,7 @@ class _FusedRun(DraftRun):
 
     @staticmethod
     def _start(drafter: Drafter, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
-        run = drafter.start(vocab_size, prompts, rng)
-        check_kind(drafter, "start", run, DraftRun, "a stree.drafters.DraftRun")
+        run = started(drafter, vocab_size, prompts, rng)
         if not run.can_extend:
             raise TypeError(f"FusedDrafter needs drafters whose trees can be extended, got {type(drafter).__name__}")
         return run
