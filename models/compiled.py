@@ -17,7 +17,6 @@ from itertools import count, islice
 from math import isqrt
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from stree.kernels.clock import compile_seconds, compiling
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
 __all__ = ["CompiledSteps"]
 
 logger = logging.getLogger("stree")
-
-TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of the largest score, by the model's dtype
 
 Scored = tuple[Tensor, Tensor | None]  # logits, and hidden states where some were asked for
 Score = Callable[[DecodeState, TreeInputs, Sequence[int] | None], Scored]
@@ -158,7 +155,7 @@ class CompiledSteps:
         for wanted, found in zip([logits] if hidden is None else [logits, hidden], function(tensors), strict=True):
             nodes = is_node[:, inputs.first :].to(wanted.device)
             wanted, found = wanted[nodes].double(), found[nodes].double()
-            most = TOLERANCE.get(self._lm.dtype, 0.1) * wanted.abs().max()
+            most = (0.1 if self._lm.dtype.itemsize < 4 else 1e-3) * wanted.abs().max()
             if wanted.shape != found.shape or not bool((wanted - found).abs().max() <= most):
                 logger.warning("a compiled function on disk differs from the model, and is compiled again")
                 return False
