@@ -36,6 +36,7 @@ __all__ = [
 MOST_BYTES = 2**29  # of a scan's temporaries; more only where one row of LEAST_CHUNK tokens needs more
 CACHED_BYTES = 2**23  # likewise of a scan in chunks on a CPU: twice as fast while they are in its cache
 LEAST_CHUNK = 16  # tokens
+MOST_CHUNKS = 64  # of a slice: more of them bring nothing, and their peak takes long to measure
 
 _is_on: ContextVar[bool] = ContextVar("memory_bounded", default=False)
 _peaks: dict[Any, int] = {}
@@ -239,7 +240,7 @@ def _chunk_slices(
     chunk = given["chunk_size"]
     while chunk > LEAST_CHUNK and _row_bytes(scan, function, given, 1, chunk) > most:
         chunk //= 2
-    chunks, needed = 1, -(-length // chunk)
+    chunks, needed = 1, min(-(-length // chunk), MOST_CHUNKS)
     while chunks < needed and _row_bytes(scan, function, given, 2 * chunks, chunk) <= most:
         chunks *= 2
     row = _row_bytes(scan, function, given, chunks, chunk)
