@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -34,9 +35,9 @@ __all__ = [
 ]
 
 MOST_BYTES = 2**29  # of a scan's temporaries; more only where one row of LEAST_CHUNK tokens needs more
-CACHED_BYTES = 2**23  # likewise of a scan in chunks on a CPU: twice as fast while they are in its cache
 LEAST_CHUNK = 16  # tokens
-MOST_CHUNKS = 64  # of a slice: more of them bring nothing, and their peak takes long to measure
+CACHED_BYTES = 2**23  # of a scan in chunks on a CPU: twice as fast while they are in its cache
+MOST_CHUNKS = 64  # likewise: more of them bring nothing, and their peak takes long to measure
 
 _is_on: ContextVar[bool] = ContextVar("memory_bounded", default=False)
 _peaks: dict[Any, int] = {}
@@ -235,12 +236,12 @@ def _chunk_slices(
     scan: ChunkScan, function: Callable[..., Any], given: Mapping[str, Any], device: torch.device
 ) -> Slices:
     """Return slices within the bound of a device: all at once, else as many tokens as possible."""
-    most = CACHED_BYTES if device.type == "cpu" else MOST_BYTES
+    most, most_chunks = (CACHED_BYTES, MOST_CHUNKS) if device.type == "cpu" else (MOST_BYTES, sys.maxsize)
     batch, length = given[scan.rows[0]].shape[:2]
     chunk = given["chunk_size"]
     while chunk > LEAST_CHUNK and _row_bytes(scan, function, given, 1, chunk) > most:
         chunk //= 2
-    chunks, needed = 1, min(-(-length // chunk), MOST_CHUNKS)
+    chunks, needed = 1, min(-(-length // chunk), most_chunks)
     while chunks < needed and _row_bytes(scan, function, given, 2 * chunks, chunk) <= most:
         chunks *= 2
     row = _row_bytes(scan, function, given, chunks, chunk)
