@@ -25,5 +25,5 @@ def advice(lm: Any) -> str | None:
         return None
     return (
         "steps run operation by operation; --compile makes those of small models two to four times as fast, "
-        "after 2 s in each process and a minute or more in the first one"
+        "after 3 s in each process and a minute or more in the first one"
     )
