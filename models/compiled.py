@@ -79,8 +79,8 @@ class CompiledSteps:
             n = inputs.parents.shape[1]
             is_refused = self._most_nodes is not None and n > self._most_nodes
             example = partial(self._scoring, layers, state, inputs)
-            is_right = partial(self._is_right, layers, state, inputs, tensors)
-            found = None if is_refused else self._find_or_compile(kind, example, tensors, is_right)
+            agrees = partial(self._agrees, layers, state, inputs, tensors)
+            found = None if is_refused else self._find_or_compile(kind, example, tensors, agrees)
             if found is None and not is_refused:
                 self._most_nodes = 0 if n == 1 else 1
             self._by_sizes[sizes] = found
@@ -104,11 +104,11 @@ class CompiledSteps:
 
     def _find_or_compile(
         self, kind: Hashable, example: Callable[[_Sizes], Example], wanted: Sequence[Tensor],
-        is_right: Callable[[CompiledFunction], bool] = lambda _: True,
+        agrees: Callable[[CompiledFunction], bool] = lambda _: True,
     ) -> CompiledFunction | None:  # fmt: skip
         """Return a function that takes the ``wanted`` tensors, or None where what is run cannot be compiled.
 
-        One that is on disk is taken if it ``is_right``.
+        One that is on disk is taken if it ``agrees`` with the model.
         """
         with compiling():  # imports inductor, which takes part of a second
             from stree.models.compiled_files import CompiledFiles
@@ -124,7 +124,7 @@ class CompiledSteps:
                 with compiling():
                     self._files = self._files or CompiledFiles(self._lm)
                     loaded = self._files.load(kind, wanted)
-                    if loaded is not None and is_right(loaded):
+                    if loaded is not None and agrees(loaded):
                         function = loaded
                     else:
                         run, tensors = example(symbolic)
@@ -144,7 +144,7 @@ class CompiledSteps:
             self._functions.append(function)
             return function
 
-    def _is_right(
+    def _agrees(
         self, layers: tuple[int, ...] | None, state: DecodeState, inputs: TreeInputs, tensors: Sequence[Tensor],
         function: CompiledFunction,
     ) -> bool:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Compiled functions on disk, below inductor's cache: a later process loads them, where to trace one takes seconds."""
+"""Compiled functions on disk, in a folder of inductor's cache: a later process loads them and traces nothing."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class CompiledFiles:
     """The folder of the compiled functions of models that differ in nothing but the values of their weights.
 
     Its name is a hash of the model's configuration, settings, shapes of weights and classes, of the code that runs
-    them, and of all settings of torch that a trace or inductor reads.  A function has two files: what inductor has
-    made, and in JSON which weights it takes, for which sizes it holds.  Models with hooks on modules have no files.
+    them, and of the settings of torch that a trace or inductor reads.  A function has two files: inductor's artifact,
+    and JSON with the names of the weights that it takes and the sizes for which it holds.  Models with hooks on modules
+    have no files.
 
     Args:
         lm: the model.
@@ -47,8 +48,10 @@ class CompiledFiles:
         for file in [] if self._folder is None else sorted(self._folder.glob("*.json")):
             try:
                 record = json.loads(file.read_text())
-                if record.pop("kind") == repr(kind) and CompiledFunction.holds(wanted, **record):
-                    return CompiledFunction.load(file.with_suffix(".bin"), kind, self._named, **record)
+                sizes = record["shapes"], record["conditions"]
+                if record["kind"] == repr(kind) and CompiledFunction.holds(wanted, *sizes):
+                    weights = [self._named[name] for name in record["names"]]
+                    return CompiledFunction.load(file.with_suffix(".bin"), kind, weights, *sizes)
             except Exception as problem:  # files of another release, or half of them; torch raises anything
                 logger.debug("%s is not loaded: %s: %s", file, type(problem).__name__, problem)
         return None
@@ -58,9 +61,10 @@ class CompiledFiles:
         names = {id(tensor): name for name, tensor in self._named.items()}
         if self._folder is None or not {*map(id, function.weights)} <= names.keys():
             return
-        shapes, conditions = function.shapes, function.conditions
-        record: dict[str, Any] = {"kind": repr(function.kind), "shapes": shapes, "conditions": conditions}
-        text = json.dumps(record | {"names": [names[id(weight)] for weight in function.weights]})
+        text = json.dumps({
+            "kind": repr(function.kind), "shapes": function.shapes, "conditions": function.conditions,
+            "names": [names[id(weight)] for weight in function.weights],
+        })  # fmt: skip
         file = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,11 +97,9 @@ class CompiledFunction:
 
     @classmethod
     def load(
-        cls, file: Path, kind: Hashable, named: Mapping[str, Tensor],
-        *, names: list[str], shapes: list[list[int | str]], conditions: str,
-    ) -> CompiledFunction:  # fmt: skip
-        """Read what ``save`` has written; ``names`` are those of its weights among ``named``."""
-        weights = [named[name] for name in names]
+        cls, file: Path, kind: Hashable, weights: list[Tensor], shapes: list[list[int | str]], conditions: str
+    ) -> CompiledFunction:
+        """Read what ``save`` has written; the other arguments are the attributes of the function that was saved."""
         return cls(kind, CompiledArtifact.load(path=str(file)), weights, shapes, conditions)
 
     def save(self, file: Path) -> None:
@@ -118,7 +116,7 @@ class CompiledFunction:
         return self.holds(tensors, self.shapes, self.conditions)
 
     @staticmethod
-    def holds(tensors: Sequence[Tensor], shapes: list[list[int | str]], conditions: str, **_: Any) -> bool:
+    def holds(tensors: Sequence[Tensor], shapes: list[list[int | str]], conditions: str) -> bool:
         """Whether tensors have these shapes, and what was assumed of the symbols in them is true."""
         values: dict[str, int] = {}
         for shape, tensor in zip(shapes, tensors, strict=True):

@@ -20,21 +20,21 @@ def layout_of(lm: PatchedModel) -> Hashable:
     return lm.defers_commit, lm.fused_layers, lm.fused_mixers, *_all_settings(lm, _address)
 
 
-def portable_layout_of(lm: PatchedModel) -> Hashable:
-    """Return the same without addresses; a tensor is its shape, strides, dtype and the place where it first occurs.
+def portable_layout_of(lm: PatchedModel) -> str:
+    """Return what a compiled step of a model depends on as text that is the same in every process.
 
-    Its ``repr`` is equal in all processes with the same model.  Settings of the object itself are part of it, as are
-    the numbers by which compiled functions find packed weights.
+    In place of its address a tensor has its shape, strides, dtype and the number of the place where it first occurs.
+    Settings of the object itself are part of it, as are the numbers by which compiled functions find packed weights.
     """
     places: dict[int, int] = {}
 
-    def form(tensor: Tensor) -> Hashable:
+    def described(tensor: Tensor) -> Hashable:
         return places.setdefault(id(tensor), len(places)), *tensor.shape, *tensor.stride(), str(tensor.dtype)
 
     own = {name: value for name, value in vars(lm).items() if name != "cache" and isinstance(value, SETTINGS)}
     forwards = (getattr(vars(module).get("forward"), "args", ()) for module in lm.model.modules())
     numbers = [part.number for parts in forwards for part in parts if isinstance(part, PackedWeight)]
-    return repr((_frozen(own, form), numbers, *_all_settings(lm, form)))
+    return repr((_frozen(own, described), numbers, *_all_settings(lm, described)))
 
 
 def writes_of(lm: PatchedModel) -> Hashable:
