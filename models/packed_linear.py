@@ -1,9 +1,9 @@
 """Linear layers on a CPU, for the few rows of a tree and the many of a prompt: faster than torch's ``linear``.
 
-Many rows run on a copy of the weight in oneDNN's layout.  Up to 32 rows in float32 run on one thread by numba's code,
-which reads the weight as it is stored: one thread of an AMD processor, inputs of 256 and 768, time over oneDNN's 0.25
-and 0.4 for 2 to 4 rows, 0.4 and 0.6 for 8, 0.65 and 0.8 for 16 (weights of 24 MB in all; those of 200 MB 0.55, 0.9,
-0.9 at 768).  It was not timed on Intel's processors, where MKL is the fastest for up to three rows.  With several
+Many rows run on a copy of the weight in oneDNN's layout.  A few rows in float32 run on one thread by numba's code,
+which reads the weight as it is stored.  One thread of an AMD processor, whole forwards, oneDNN's time over numba's: the
+bundled target 1.56 for 2 rows, 1.28 for 4, 1.21 for 8 and 1.03 for 16; Mamba-2 129M, of large weights, 1.34, 1.02, 0.88
+and 0.82.  It was not timed on Intel's processors, where MKL is the fastest for up to three rows.  With several
 threads oneDNN multiplies four rows faster than one or two by a large weight, which a cache does not hold; they are
 repeated.  In a compiled function one row is a sum over products, which inductor fuses with its neighbours; by a large
 weight numba's code is the faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.
@@ -30,7 +30,7 @@ from stree.models.patching import PatchedForward, has_foreign_forward, patch_for
 __all__ = ["pack_large_linears", "pack_linears"]
 
 LARGE = 3 << 20  # bytes of a weight that no cache holds
-FEW = 32  # rows, for which numba's products are faster than oneDNN's
+FEW, FEW_OF_LARGE = 8, 4  # rows, for which numba's products with a weight are faster than oneDNN's
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +100,8 @@ class PackedWeight:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
-        if 0 < x.numel() <= FEW * x.shape[-1] and _suits_numba(weight) and host_can_read(weight):
+        few = FEW_OF_LARGE if weight.nbytes >= LARGE else FEW
+        if 0 < x.numel() <= few * x.shape[-1] and _suits_numba(weight) and host_can_read(weight):
             stored = self._stored
             if stored is None or stored.weight is not weight or stored.address != weight.data_ptr():
                 self._stored = stored = _Stored(weight, weight.data_ptr(), weight.detach().numpy())
