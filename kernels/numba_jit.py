@@ -19,8 +19,9 @@ from stree.kernels.clock import begin_compiling, compiling, end_compiling
 with compiling():
     from numba import njit
     from numba.core import event
+    from numba.extending import overload
 
-__all__ = ["compiled", "inner"]
+__all__ = ["compiled", "inner", "overload"]
 
 logger = logging.getLogger("stree")
 

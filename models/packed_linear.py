@@ -1,12 +1,13 @@
 """Linear layers on a CPU, for the few rows of a tree and the many of a prompt: faster than torch's ``linear``.
 
-Many rows run on a copy of the weight in oneDNN's layout.  A few rows in float32 run on one thread by numba's code,
-which reads the weight as it is stored.  One thread of an AMD processor, whole forwards, oneDNN's time over numba's: the
+Many rows run on a copy of the weight in oneDNN's layout.  A few rows run on one thread by numba's code, which reads the
+weight as it is stored.  One thread of an AMD processor, whole forwards in float32, oneDNN's time over numba's: the
 bundled target 1.56 for 2 rows, 1.28 for 4, 1.21 for 8 and 1.03 for 16; Mamba-2 129M, of large weights, 1.34, 1.02, 0.88
-and 0.82.  It was not timed on Intel's processors, where MKL is the fastest for up to three rows.  With several
+and 0.82.  In bfloat16 that one takes by numba's code 0.84 of the time for one row (not compiled) and 0.78 for 2, and
+more for 4.  It was not timed on Intel's processors, where MKL is the fastest for up to three rows.  With several
 threads oneDNN multiplies four rows faster than one or two by a large weight, which a cache does not hold; they are
 repeated.  In a compiled function one row is a sum over products, which inductor fuses with its neighbours; by a large
-weight numba's code is the faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.
+weight in float32 numba's code is the faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from stree.models.patching import PatchedForward, has_foreign_forward, patch_for
 __all__ = ["pack_large_linears", "pack_linears"]
 
 LARGE = 3 << 20  # bytes of a weight that no cache holds
-FEW, FEW_OF_LARGE = 8, 4  # rows, for which numba's products with a weight are faster than oneDNN's
+FEW, FEW_OF_LARGE, FEW_IN_BFLOAT16 = 8, 4, 2  # rows, for which numba's products with a weight are the faster
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,13 +101,12 @@ class PackedWeight:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
-        few = FEW_OF_LARGE if weight.nbytes >= LARGE else FEW
-        if 0 < x.numel() <= few * x.shape[-1] and _suits_numba(weight) and host_can_read(weight):
+        if 0 < x.numel() <= _few(weight) * x.shape[-1] and _suits_numba(weight) and host_can_read(weight):
             stored = self._stored
             if stored is None or stored.weight is not weight or stored.address != weight.data_ptr():
-                self._stored = stored = _Stored(weight, weight.data_ptr(), weight.detach().numpy())
+                self._stored = stored = _Stored(weight, weight.data_ptr(), _array_of(weight.detach()))
             y = _few_rows(x, stored.array)
-            return y if bias is None else y.add_(bias)
+            return (y if bias is None else y.add_(bias)).to(x.dtype)
         packing = self._packing
         if packing is None or not packing.is_of(weight):
             packing = self._pack(weight)
@@ -186,8 +186,23 @@ def _mkl_rows() -> int:
 
 
 def _suits_numba(weight: Tensor) -> bool:
-    """Whether numba's code, of one thread, is taken for few rows; it was not timed on Intel's processors."""
-    return torch.get_num_threads() == 1 and weight.dtype == torch.float32 and weight.is_contiguous() and not _mkl_rows()
+    """Whether numba's code, of one thread, is taken for few rows; it was not timed on Intel's processors.
+
+    The weight is one that ``_can_pack``.
+    """
+    return torch.get_num_threads() == 1 and weight.is_contiguous() and not _mkl_rows()
+
+
+def _few(weight: Tensor) -> int:
+    """Return up to how many rows numba's code is the faster for a weight."""
+    if weight.dtype == torch.bfloat16:
+        return FEW_IN_BFLOAT16
+    return FEW_OF_LARGE if weight.nbytes >= LARGE else FEW
+
+
+def _array_of(weight: Tensor) -> Any:
+    """Return a weight's memory as a NumPy array; NumPy has no bfloat16, so the bits of one are uint16."""
+    return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
 
 
 def _few_rows(x: Tensor, weight: Any) -> Tensor:
@@ -202,7 +217,8 @@ def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Te
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
     if isinstance(x, FakeTensor):  # the call is being traced
         is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
-        if is_one_row and not (weight.nbytes >= LARGE and _suits_numba(weight)):
+        is_bfloat16 = weight.dtype == torch.bfloat16  # which both read at the same speed
+        if is_one_row and (is_bfloat16 or weight.nbytes < LARGE or not _suits_numba(weight)):
             return _one_row(x, weight, bias)
         return torch.ops.stree.packed_linear(x, weight, bias, packed.number)  # type: ignore[no-any-return]
     return packed.linear(x, weight, bias)

@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from stree.kernels.numba_jit import compiled
+from stree.kernels.numba_jit import compiled, overload
 
 __all__ = ["linear"]
 
@@ -20,19 +21,33 @@ Array = np.ndarray[Any, Any]
 
 
 def linear(x: Tensor, weight: Array) -> Tensor:
-    """Compute x weight^T on one thread.
+    """Compute x weight^T on one thread, in float32.
 
     Args:
-        x: float32[..., in], on the CPU, of at least one row.
-        weight: float32[out, in], contiguous.
+        x: float32 or bfloat16[..., in], on the CPU, of at least one row.
+        weight: float32[out, in], or uint16[out, in], the bits of a bfloat16 one; contiguous.
 
     Returns:
         float32[..., out].
     """
     num_out, num_in = weight.shape
-    y = x.new_empty((*x.shape[:-1], num_out))
-    _products(x.contiguous().numpy().reshape(-1, num_in), weight, y.numpy().reshape(-1, num_out))
+    y = x.new_empty((*x.shape[:-1], num_out), dtype=torch.float32)
+    rows = x.float().contiguous().numpy().reshape(-1, num_in)
+    multiply = _products_of_row if len(rows) == 1 and weight.dtype == np.uint16 else _products
+    multiply(rows, weight, y.numpy().reshape(-1, num_out))
     return y
+
+
+def _number(stored: Any) -> Any:
+    """Return a number of a weight in float32, as compiled code reads it."""
+    raise NotImplementedError
+
+
+@overload(_number, strict=False)
+def _compiled_number(stored: Any) -> Any:
+    if stored.bitwidth == 16:  # bfloat16 is the first half of float32
+        return lambda stored: np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
+    return lambda stored: stored
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)  # sums in any order; no number is assumed finite
@@ -50,7 +65,8 @@ def _products(x: Array, weight: Array, y: Array) -> None:
             a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
             c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = np.float32(0)
             for i in range(x.shape[1]):
-                w0, w1, w2, w3 = weight[o0, i], weight[o1, i], weight[o2, i], weight[o3, i]
+                w0, w1 = _number(weight[o0, i]), _number(weight[o1, i])
+                w2, w3 = _number(weight[o2, i]), _number(weight[o3, i])
                 x0, x1, x2, x3 = x[r0, i], x[r1, i], x[r2, i], x[r3, i]
                 a0, a1, a2, a3 = a0 + w0 * x0, a1 + w0 * x1, a2 + w0 * x2, a3 + w0 * x3
                 b0, b1, b2, b3 = b0 + w1 * x0, b1 + w1 * x1, b2 + w1 * x2, b3 + w1 * x3
@@ -60,3 +76,17 @@ def _products(x: Array, weight: Array, y: Array) -> None:
             y[r0, o1], y[r1, o1], y[r2, o1], y[r3, o1] = b0, b1, b2, b3
             y[r0, o2], y[r1, o2], y[r2, o2], y[r3, o2] = c0, c1, c2, c3
             y[r0, o3], y[r1, o3], y[r2, o3], y[r3, o3] = d0, d1, d2, d3
+
+
+@compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
+def _products_of_row(x: Array, weight: Array, y: Array) -> None:
+    """Multiply one row: in bfloat16 four, of which three are copies, are no longer as fast as memory is read."""
+    last, quarter = len(weight) - 1, (len(weight) + 3) // 4
+    for o0 in range(quarter):
+        o1, o2, o3 = min(o0 + quarter, last), min(o0 + 2 * quarter, last), min(o0 + 3 * quarter, last)
+        a = b = c = d = np.float32(0)
+        for i in range(x.shape[1]):
+            x0 = x[0, i]
+            a, b = a + x0 * _number(weight[o0, i]), b + x0 * _number(weight[o1, i])
+            c, d = c + x0 * _number(weight[o2, i]), d + x0 * _number(weight[o3, i])
+        y[0, o0], y[0, o1], y[0, o2], y[0, o3] = a, b, c, d
