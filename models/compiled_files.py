@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 from torch._inductor.codecache import write_atomic
+from torch._inductor.cpu_vec_isa import pick_vec_isa, valid_vec_isa_list
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from stree.models.compiled_function import CompiledFunction
@@ -51,7 +52,9 @@ class CompiledFiles:
                 sizes = record["shapes"], record["conditions"]
                 if record["kind"] == repr(kind) and CompiledFunction.holds(wanted, *sizes):
                     weights = [self._named[name] for name in record["names"]]
-                    return CompiledFunction.load(file.with_suffix(".bin"), kind, weights, *sizes)
+                    _trust_compiler(record["instructions"])
+                    with config.patch(cpp_cache_precompile_headers=False):  # for compilations alone
+                        return CompiledFunction.load(file.with_suffix(".bin"), kind, weights, *sizes)
             except Exception as problem:  # files of another release, or half of them; torch raises anything
                 logger.debug("%s is not loaded: %s: %s", file, type(problem).__name__, problem)
         return None
@@ -63,7 +66,7 @@ class CompiledFiles:
             return
         text = json.dumps({
             "kind": repr(function.kind), "shapes": function.shapes, "conditions": function.conditions,
-            "names": [names[id(weight)] for weight in function.weights],
+            "names": [names[id(weight)] for weight in function.weights], "instructions": str(pick_vec_isa()),
         })  # fmt: skip
         file = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
         try:
@@ -87,3 +90,13 @@ class CompiledFiles:
         kinds = {type(module) for module in (self._lm, *modules)}
         digest = code_digest((portable_layout_of(self._lm), switches), kinds, self._lm.device)
         return None if digest is None else Path(cache_dir(), "stree", digest)
+
+
+def _trust_compiler(instructions: str) -> None:
+    """Let inductor take the best vector instructions without a test of the compiler, if it took these before.
+
+    The test takes a second of each process.
+    """
+    with config.patch("cpp.vec_isa_ok", True):
+        if str(pick_vec_isa()) != instructions:
+            valid_vec_isa_list.cache_clear()

@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["MANY_TOKENS", "advice"]
 
-MANY_TOKENS = 2000  # of a text, from where a process saves more time than it takes to load or compile its functions
+MANY_TOKENS = 500  # of a text, from where a process saves more time than it takes to load or compile its functions
 MOST_BYTES = 2e9  # of weights: steps of larger models mostly read these, compiled or not
 
 
@@ -25,5 +25,5 @@ def advice(lm: Any) -> str | None:
         return None
     return (
         "steps run operation by operation; --compile makes those of small models two to four times as fast, "
-        "after 3 s in each process and a minute or more in the first one"
+        "after a second in each process and a minute or more in the first one"
     )
