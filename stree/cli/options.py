@@ -124,7 +124,7 @@ def add_grammar(command: argparse.ArgumentParser) -> None:
 def add_rules(command: argparse.ArgumentParser) -> None:
     """Add the token rules of ``stree.generate``."""
     command.add_argument("--logit-bias", metavar="JSON", help='added to logits: {"TOKEN ID": NUMBER, ...}')
-    command.add_argument("--repetition-penalty", type=float, help="above 1: of tokens of prompt and text")
+    command.add_argument("--repetition-penalty", type=float, help="above 0, 1 for none: of tokens of prompt and text")
     command.add_argument(
         "--frequency-penalty", type=float, help="in [-2, 2]: for each time that the new text has a token"
     )
