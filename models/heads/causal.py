@@ -62,6 +62,11 @@ class CausalHead(TreeLM):
         """Number of logits, those of tokens that it cannot predict included."""
         return super().vocab_size if self._size is None else self._size
 
+    @property
+    def num_predicted(self) -> int | None:
+        """Number of tokens that it can predict, or None where its own logits are over the target's vocabulary."""
+        return None if self._draft_ids is None else len(self._draft_ids)
+
     def trimmed(self, kept: Sequence[int] | Tensor) -> CausalHead:
         """Return this head with the output rows of some tokens only; see ``stree.models.trimmed``.
 

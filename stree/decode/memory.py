@@ -9,10 +9,19 @@ from typing import Any
 import psutil
 import torch
 
-from stree.decode.draft_memory import Drafting, kept_rows, one_shot_heads, root_rows
+from stree.decode.draft_memory import (
+    Drafting,
+    columns_at_once,
+    kept_rows,
+    one_shot_heads,
+    rereading_bytes,
+    root_rows,
+    row_bytes,
+    scored_bytes,
+)
 from stree.decode.logits_memory import accept_bytes, logprob_bytes, rule_bytes
 from stree.decode.token_rules import TokenRules
-from stree.drafters import Drafter, HeadDrafter, ModelDrafter
+from stree.drafters import Drafter, FusedDrafter, HeadDrafter, ModelDrafter
 from stree.drafters.draft_state import CHUNK
 from stree.drafters.tree_builder import FIRST_DRAFTED
 from stree.growth import Growth
@@ -86,7 +95,9 @@ def traverses(drafter: Drafter, growth: Growth | None, budget: int, verifier: st
     """Whether a drafter's trees are verified by traversal where tokens are sampled: their nodes are drawn."""
     if growth is None or budget == 1 or verifier not in ("auto", "traversal"):
         return False
-    return isinstance(drafter, (ModelDrafter, HeadDrafter)) and growth.plan(budget).drawing != "top"
+    parts = (drafter.first, drafter.second) if isinstance(drafter, FusedDrafter) else (drafter,)
+    has_model = any(isinstance(part, (ModelDrafter, HeadDrafter)) for part in parts)
+    return has_model and growth.plan(budget).drawing != "top"
 
 
 def path_nodes(drafter: Drafter, growth: Growth | None, budget: int) -> int:
@@ -146,9 +157,12 @@ def _transient_bytes(models: list[TreeLM], extent: Extent, heads: Sequence[Any] 
     nodes, drafting = extent.nodes, extent.drafting or Drafting(extent.nodes, extent.nodes)
     scoring = tree_bytes(target, extent.batch, nodes, extent.length)
     step = max(scoring, _ruled_bytes(target, extent, nodes), _logits_bytes(target, extent))
-    drawn = drafting.nodes * sum(_row_bytes(model, extent) for model in drafts) * (not extent.is_greedy)
+    drawn = drafting.nodes * sum(row_bytes(model, extent.batch) for model in drafts) * (not extent.is_greedy)
     # Logits of the root of the last draft, and of a one-shot head's block.
-    kept = sum(kept_rows(model) * _row_bytes(model, extent) for model in drafts)
+    kept = sum(kept_rows(model, drafting) * row_bytes(model, extent.batch) for model in drafts)
+    # A head reads accepted tokens while the logits of the step are there.
+    rereading = sum(rereading_bytes(model, drafting, extent.batch, extent.length) for model in drafts)
+    step = max(step, nodes * row_bytes(target, extent.batch) + rereading)
     growing = max((_growing_bytes(model, extent, drafting) for model in drafts), default=0)
     learnt = extent.batch * drafting.model_bytes if drafts else 0
     return learnt + max([kept + max(drawn + step, growing), *(_prefill_bytes(model, extent) for model in models)])
@@ -156,8 +170,8 @@ def _transient_bytes(models: list[TreeLM], extent: Extent, heads: Sequence[Any] 
 
 def _growing_bytes(lm: TreeLM, extent: Extent, drafting: Drafting) -> int:
     """Bytes of the logits and distributions of a draft model while a tree grows."""
-    row, width = _row_bytes(lm, extent), drafting.width
-    scored = tree_bytes(lm, extent.batch, width, extent.length) if isinstance(lm, TreeLM) else 2 * width * row
+    row, width = row_bytes(lm, extent.batch), drafting.width
+    scored = scored_bytes(lm, extent.batch, columns_at_once(lm, drafting), extent.length)
     root = root_rows(lm) * row
     layer = root + max(scored, _ruled_bytes(lm, extent, width, is_draft=True))
     if drafting.is_heap:  # as drawn, what is left of them, a longer copy of that, and those of the last tree
@@ -170,16 +184,11 @@ def _growing_bytes(lm: TreeLM, extent: Extent, drafting: Drafting) -> int:
 def _ruled_bytes(lm: TreeLM, extent: Extent, nodes: int, *, is_draft: bool = False) -> int:
     """Bytes of the logits of some nodes while token rules and then masks of grammars are applied; 0 without both."""
     kept, ruling = rule_bytes(extent.rules, extent.batch, nodes, lm.vocab_size, extent.length)
-    raw, has_rules = nodes * _row_bytes(lm, extent), bool(extent.rules)
+    raw, has_rules = nodes * row_bytes(lm, extent.batch), bool(extent.rules)
     masking = (2 + has_rules) * raw + extent.batch * nodes * lm.vocab_size * 9 // 8  # masks as bools and bits
     if is_draft:  # whose logits stay as they are where a mask leaves no token
         masking = 3 * raw
     return max((kept + ruling + raw) * has_rules, (kept + masking) * extent.has_grammar)
-
-
-def _row_bytes(lm: TreeLM, extent: Extent) -> int:
-    """Bytes of the logits of a node of every text as the model gives them, and of a distribution of each."""
-    return extent.batch * lm.vocab_size * max(4, lm.dtype.itemsize)
 
 
 def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
@@ -189,7 +198,7 @@ def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
         lm.dtype, is_greedy=extent.is_greedy, truncates=extent.truncates, traverses=extent.traverses,
         is_on_cpu=is_on_cpu,
     )  # fmt: skip
-    raw, has_rules = nodes * _row_bytes(lm, extent), bool(extent.rules) or extent.has_grammar
+    raw, has_rules = nodes * row_bytes(lm, extent.batch), bool(extent.rules) or extent.has_grammar
     kept = rule_bytes(extent.rules, batch, nodes, vocab, extent.length)[0] + raw * has_rules  # before the rules, too
     paths, behind = (batch * each for each in logprob_bytes(extent.path_nodes, vocab, has_rules=has_rules))
     step = kept + max(batch * nodes * vocab * copies, raw + paths)

@@ -135,6 +135,7 @@ class HeadState(FeatureState):
         logits, feedback = self.head.verify_features(self.decode_state, chain, 0, features)
         path = place.to(torch.int32).expand(len(tokens), -1)
         self.head.commit(self.decode_state, path, number.clamp(0, width).to(torch.int32))
-        is_root, root = ((number >= 0) & (number < width))[:, None], number.clamp(0, width - 1).view(-1, 1, 1)
+        is_root, root = ((number >= 0) & (number < width))[:, None], number.clamp(0, width - 1)
+        rows = torch.arange(len(tokens), device=place.device)
         for held, given in ((self._root_logits, logits), (self._root_feedback, feedback)):
-            held.copy_(torch.where(is_root, given.take_along_dim(root, 1)[:, 0].to(held.dtype), held))
+            held.copy_(torch.where(is_root, given[rows, root].to(held.dtype), held))

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from stree.drafters.draft_state import CHUNK
 from stree.drafters.head_state import HeadState
+from stree.drafters.tree_builder import run_widths
+from stree.growth import Plan
+from stree.kernels.dispatch import fixes_shapes
 from stree.models.heads.specblock import SpecBlockHead
 from stree.models.layers.base import state_dtype
 from stree.models.state import DecodeState
 from stree.tree import TokenTree
 
-__all__ = ["SlotState"]
+__all__ = ["SlotState", "block_calls"]
+
+
+def block_calls(widths: Sequence[int], num_slots: int, *, anywhere: bool) -> list[int]:
+    """Return the most blocks of each call for a tree whose layers of these widths are run; the first runs the root's.
+
+    Args:
+        widths: of the layers.
+        num_slots: of a block.
+        anywhere: whether every layer may begin blocks, not only each ``num_slots``-th one.
+    """
+    first, *others = [width for layer, width in enumerate(widths, 1) if anywhere or layer % num_slots == 0] or [0]
+    return [1 + first, *others]
 
 
 class SlotState(HeadState):
@@ -43,7 +59,22 @@ class SlotState(HeadState):
         logits = torch.zeros(batch, slots, head.vocab_size, dtype=state_dtype(head.dtype), device=head.device)
         self._root_logits, self._root_feedback = logits, self._queue.new_zeros(batch, slots, head.num_features)
         self._chunk = head.num_columns(CHUNK) // slots
+        self._logits = logits[:, :0]  # of the columns of a growing tree
+        self._most_columns = 0  # of the next tree
         self.num_block_calls = 0
+
+    def select(self, rows: Tensor, prompts: list[Sequence[int]] | None = None) -> Self:
+        """Copy the state of some sequences, int64[batch']."""
+        other = super().select(rows, prompts)
+        other._logits = other._root_logits[:, :0]
+        return other
+
+    def fitted(self, plan: Plan) -> Plan:
+        """Return a plan whose trees the head can run; the next tree is of this plan."""
+        plan = super().fitted(plan)
+        calls = block_calls(run_widths(plan), self.head.num_slots, anywhere=not fixes_shapes(self._queue))
+        self._most_columns = self.head.num_columns(sum(calls))
+        return plan
 
     def reserve_nodes(self, nodes: int) -> None:
         """Make the state larger where the blocks of a tree, or a text of unknown length, need it."""
@@ -68,8 +99,12 @@ class SlotState(HeadState):
     def _begin_tree(self, tree: TokenTree) -> None:
         """Begin with the block of the root, whose logits are known; it is run again with the first blocks below it."""
         batch, n = tree.tokens.shape
-        self._logits, self._outputs = self._root_logits, self._root_feedback
-        self._is_sure = self._expects_first(self._logits, self._outputs)  # bool[batch, columns]
+        if self._logits.shape[1] < self._most_columns:
+            self._logits = self._logits.new_empty(batch, self._most_columns, self._logits.shape[2])
+            self.version += 1
+        self._logits[:, : self.head.num_slots] = self._root_logits
+        self._outputs = self._root_feedback
+        self._is_sure = self._expects_first(self._root_logits, self._outputs)  # bool[batch, columns]
         self._place = torch.zeros(batch, n, dtype=torch.long, device=tree.tokens.device)  # of the slot below each node
         self._root, self._num_layers, self.num_block_calls = tree.tokens[:, :1], 0, 0
         self._columns = TokenTree.unchecked(*self._blocks(self._root, self._place.new_full((batch, 1), -1), 0))
@@ -86,7 +121,7 @@ class SlotState(HeadState):
             begins = (is_last | ~self._is_sure.gather(1, drawn_from)) & (tree.parents[:, first:] >= 0)
             count = int(begins.sum(1).max())
         used = self._columns.tokens.shape[1]
-        count = min(count, (state.max_nodes - used) // slots)
+        count = min(count, (self._most_columns - used) // slots)
         place = torch.where(is_last, drawn_from, drawn_from + 1)
         if count:
             chosen = begins.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]
@@ -107,9 +142,9 @@ class SlotState(HeadState):
         self._columns = TokenTree.unchecked(*(torch.cat(part, 1) for part in parts))
         logits, outputs = self.head.verify_features(state, self._columns, begin, features)
         logits, outputs = logits[:, used - begin :], outputs[:, used - begin :]
-        is_sure = self._expects_first(logits, outputs)
-        held = (self._logits, logits), (self._outputs, outputs), (self._is_sure, is_sure)
-        self._logits, self._outputs, self._is_sure = (torch.cat(part, 1) for part in held)
+        self._logits[:, used : used + logits.shape[1]] = logits
+        self._outputs = torch.cat([self._outputs, outputs], 1)
+        self._is_sure = torch.cat([self._is_sure, self._expects_first(logits, outputs)], 1)
         self.num_block_calls += 1
 
     def _expects_first(self, logits: Tensor, outputs: Tensor) -> Tensor:
@@ -143,7 +178,8 @@ class SlotState(HeadState):
         )
         path = torch.arange(width * slots, dtype=torch.int32, device=place.device).expand(batch, -1)
         self.head.commit(self.decode_state, path, (slots * number.clamp(0, width)).to(torch.int32))
-        is_root, root = ((number >= 0) & (number < width))[:, None, None], number.clamp(0, width - 1).view(-1, 1, 1, 1)
+        is_root, root = ((number >= 0) & (number < width))[:, None, None], number.clamp(0, width - 1)
+        rows = torch.arange(batch, device=place.device)
         for held, given in ((self._root_logits, logits), (self._root_feedback, outputs)):
-            of_root = given.unflatten(1, (width, slots)).take_along_dim(root, 1)[:, 0]
+            of_root = given.unflatten(1, (width, slots))[rows, root]
             held.copy_(torch.where(is_root, of_root.to(held.dtype), held))

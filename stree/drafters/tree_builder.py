@@ -20,7 +20,7 @@ from stree.kernels.tree_growth.api import append, begin, cut, place, select
 from stree.kernels.tree_growth.operands import Chosen, Layout, Proposed, Words
 from stree.tree import TokenTree
 
-__all__ = ["FIRST_DRAFTED", "GrownTree", "columns_run", "narrowed", "num_columns", "num_run"]
+__all__ = ["FIRST_DRAFTED", "GrownTree", "columns_run", "narrowed", "num_columns", "num_run", "run_widths"]
 
 FIRST_DRAFTED = 2  # column of the first drafted node, behind the last token of the text and the pending one
 
@@ -33,7 +33,12 @@ def num_columns(plan: Plan) -> int:
 
 def num_run(plan: Plan) -> int:
     """Count the nodes of a plan that are run, the root among them: all but those of the last layer."""
-    return max(plan.num_nodes, 1) if plan.is_heap else 1 + sum(layer.width for layer in plan.layers[:-1])
+    return max(plan.num_nodes, 1) if plan.is_heap else 1 + sum(run_widths(plan))
+
+
+def run_widths(plan: Plan) -> list[int]:
+    """Return how many nodes each draft call of a plan runs behind the first one, which runs the root."""
+    return [1] * (plan.num_nodes - 1) if plan.is_heap else [layer.width for layer in plan.layers[:-1]]
 
 
 def columns_run(plan: Plan) -> int:

@@ -18,6 +18,7 @@ from helpers.fast_cases import slow_unless
 from helpers.grammars import letters_tokenizer
 from helpers.on_device import PeakMemory
 from helpers.tiny_family_models import EVERY_STATE, family_model, matrix
+from helpers.tiny_heads import save_slot_head
 from transformers import AutoModelForCausalLM, Lfm2Config, LlamaConfig
 
 import stree
@@ -25,8 +26,8 @@ from stree import generation
 from stree.decode import memory
 from stree.decode.memory import Extent
 from stree.distill.heads import new_head
-from stree.drafters import Drafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.growth import DySpec
+from stree.drafters import Drafter, FusedDrafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
+from stree.growth import DySpec, Static
 from stree.kernels.dispatch import as_on_device
 from stree.models import passed_checks, tree_memory
 from stree.models.tree_memory import tree_bytes
@@ -179,6 +180,22 @@ def test_steps_with_a_head_take_what_was_checked(
     assert 0.95 < needed_over_peak(kind, sampling, torch.float32, monkeypatch) < 1.05
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("growth", [None, Static((2, 2, 2))])
+def test_steps_with_blocks_of_slots_take_what_was_checked(
+    growth: Static | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 0.98 < needed_over_peak("specblock", Sampling(), torch.float32, monkeypatch, growth=growth) < 1.02
+
+
+@pytest.mark.slow
+def test_steps_of_two_drafters_take_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 0.98 < needed_over_peak("fused", Sampling(0.8), torch.float32, monkeypatch) < 1.05
+
+
+HAS_MODEL = (False, True, "fused")
+
+
 def needed_over_peak(
     has_drafter: bool | str, sampling: Sampling, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> float:
@@ -190,20 +207,25 @@ def needed_over_peak(
     monkeypatch.setenv("STREE_DEBUG", "")  # under which the logits of a step are kept
     monkeypatch.setattr(generation, "check_memory", lambda *given: checked.append(given))
     target, draft = (
-        stree.TreeLM(
-            family_model("mamba2" if isinstance(has_drafter, bool) else "bamba", dtype, seed, vocab_size=20_000)
-        )
+        stree.TreeLM(family_model("mamba2" if has_drafter in HAS_MODEL else "bamba", dtype, seed, vocab_size=20_000))
         for seed in (0, 1)
     )
     drafter: Drafter = ModelDrafter(draft) if has_drafter else NoDrafter()
-    if isinstance(has_drafter, str):
-        new_head(target, has_drafter, 0).save(folder := Path(mkdtemp()))
+    if has_drafter == "fused":
+        drafter = FusedDrafter(SuffixDrafter(), drafter)
+    elif isinstance(has_drafter, str):
+        folder = Path(mkdtemp())
+        if has_drafter == "specblock":
+            save_slot_head(folder, target)
+        else:
+            new_head(target, has_drafter, 0).save(folder)
         drafter = HeadDrafter(stree.heads.load(folder, target))
     options |= {"sampling": sampling, "budget": 16 if has_drafter else 1}
     behaviour = as_on_device(triton=False) if has_drafter and sampling.is_greedy else nullcontext()
-    with behaviour, PeakMemory() as memory_of:
-        stree.generate(target, [[5, 6, 7]] * 3, drafter, max_new_tokens=8, max_length=64, **options)
-    return float(memory.needed_bytes(*checked[0]) / memory_of.peak)
+    with behaviour:
+        with PeakMemory() as memory_of:
+            stree.generate(target, [[5, 6, 7]] * 3, drafter, max_new_tokens=8, max_length=64, **options)
+        return float(memory.needed_bytes(*checked[0]) / memory_of.peak)
 
 
 def test_a_prompt_that_does_not_fit_beside_its_state_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
