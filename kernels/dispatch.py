@@ -42,6 +42,7 @@ __all__ = [
     "is_known_all",
     "launches",
     "may_have_any",
+    "module_of",
     "most_true",
     "shared_memory",
     "uses_triton",
@@ -214,7 +215,7 @@ def bound(
     if backend == "auto":
         chosen = _best_backend(op, device, dtype, behaviour)
     if chosen == "reference" or (chosen == "cpu" and backend == "auto"):
-        function: Callable[..., Any] = getattr(_module((CPU if chosen == "cpu" else REFERENCE)[op]), op)
+        function: Callable[..., Any] = getattr(module_of((CPU if chosen == "cpu" else REFERENCE)[op]), op)
         return function
     return None
 
@@ -229,7 +230,7 @@ def choose(op: str, backend: Backend, tensor: Tensor) -> Callable[..., Any]:
     if op not in TRITON:
         raise RuntimeError(f"{op} has no Triton version; those that have one: {', '.join(sorted(TRITON)) or 'none'}")
     check_launch(f"{op} with backend='triton'", tensor)
-    function = getattr(_module(TRITON[op]), op)
+    function = getattr(module_of(TRITON[op]), op)
     if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
         return _launched_on(tensor.device, function)
     return function
@@ -258,7 +259,7 @@ def shared_memory(device: torch.device) -> int:
 
 
 @cache  # ``sys.modules`` would also hold what another thread is still importing
-def _module(name: str) -> ModuleType:
+def module_of(name: str) -> ModuleType:
     """Import a module once, waiting for a thread that imports it."""
     return importlib.import_module(name)
 

@@ -98,9 +98,9 @@ def bounds_memory() -> bool:
 
 
 @contextmanager
-def memory_bounded(is_on: bool = True) -> Iterator[None]:
+def memory_bounded() -> Iterator[None]:
     """Bound the memory of scans in the forwards inside."""
-    token = _is_on.set(is_on)
+    token = _is_on.set(True)
     try:
         yield
     finally:

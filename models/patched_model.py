@@ -233,10 +233,6 @@ class PatchedModel:
 
     def check_current(self) -> None:
         """Refuse a model that was changed since it was patched, before a state of it is made or filled."""
-        self.check_unchanged()
-
-    def check_unchanged(self) -> None:
-        """Refuse a model that was changed since it was patched."""
         change = self.change
         if change is not None:
             raise ValueError(f"{change}; make a new TreeLM of it")

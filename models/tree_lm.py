@@ -146,37 +146,34 @@ class TreeLM(TreeScorer):
         """
         self.check_mode()
         check_sizes(chunk_size=self.chunk_size)
-        self.check_unchanged()
+        self.check_current()
 
     @overload
-    def prefill(
-        self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *, chunk_size: int | None = None
-    ) -> Tensor: ...
+    def prefill(self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor: ...
     @overload
     def prefill(
-        self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *,
-        chunk_size: int | None = None, hidden_layers: Sequence[int],
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *, hidden_layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor]: ...
     @torch.no_grad()
     def prefill(
         self, state: DecodeState, input_ids: Tensor, lengths: Tensor | None = None, *,
-        chunk_size: int | None = None, hidden_layers: Sequence[int] | None = None,
+        hidden_layers: Sequence[int] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """Run prompts and fill an empty state.
+
+        Of a prompt longer than the attribute ``chunk_size`` the rest is run as by ``extend``, in chunks of that size.
 
         Args:
             state: empty, of this model.
             input_ids: int[batch, n], right-padded; padding may be any token of the vocabulary.
             lengths: int[batch], true lengths; None where no prompt is padded.
-            chunk_size: most tokens that transformers' forward runs at once, which bounds the memory of a long prompt;
-                the rest is run as by ``extend``, in chunks of that size.  None for the attribute ``chunk_size``.
             hidden_layers: layers whose hidden states are returned, too; see the class.
 
         Returns:
             float32[batch, vocab], logits of the next token (float64 for float64 models).
 
         Raises:
-            TypeError: a chunk_size that is not an integer.
+            TypeError: the attribute ``chunk_size`` is not an integer.
             ValueError: a wrong shape or dtype, an empty prompt, one beyond max_length, a token outside the vocabulary,
                 a layer that the model does not have, or a model that was changed since it was patched.
             RuntimeError: the state is not empty, the model in training mode, or autocast on.
@@ -184,16 +181,14 @@ class TreeLM(TreeScorer):
         self.check_state(state)
         self.check_current()
         sizes = check_prompts(state, input_ids, lengths)
-        chunk_size = self.chunk_size if chunk_size is None else chunk_size
-        check_sizes(chunk_size=chunk_size)
-        chunk_size = None if chunk_size is None else int(chunk_size)
+        check_sizes(chunk_size=self.chunk_size)
         tokens = self._checked(input_ids, hidden_layers)
-        begin = min(max(sizes), chunk_size or max(sizes))
+        begin = min(max(sizes), self.chunk_size or max(sizes))
         try:
             logits, recorded = run_prompts(self, state, tokens, [min(size, begin) for size in sizes], hidden_layers)
             if begin < max(sizes):
                 rest = [max(size - begin, 0) for size in sizes]
-                logits, more = self._run_behind(state, tokens[:, begin:], rest, hidden_layers, logits, chunk_size)
+                logits, more = self._run_behind(state, tokens[:, begin:], rest, hidden_layers, logits)
                 recorded += more
         except BaseException:
             state.reset()  # some rows, layers or chunks may have been written already
@@ -270,16 +265,16 @@ class TreeLM(TreeScorer):
         self.check_current()
         sizes = check_extension(state, input_ids, lengths)
         tokens = self._checked(input_ids, hidden_layers)
-        logits, recorded = self._run_behind(state, tokens, sizes, hidden_layers, None, self.chunk_size)
+        logits, recorded = self._run_behind(state, tokens, sizes, hidden_layers)
         return logits if hidden_layers is None else (logits, _joined(recorded, tokens.shape[1]))
 
     def _run_behind(
         self, state: DecodeState, tokens: Tensor, sizes: Sequence[int], hidden_layers: Sequence[int] | None,
-        logits: Tensor | None, chunk_size: int | None,
+        logits: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run tokens behind those of a state by transformers' forward if it can, else as chains."""
         if can_continue(self, state, sizes):
-            return continue_prompts(self, state, tokens[:, : sizes[0]], chunk_size or sizes[0], hidden_layers)
+            return continue_prompts(self, state, tokens[:, : sizes[0]], self.chunk_size or sizes[0], hidden_layers)
         return self.run_chains(state, tokens, sizes, hidden_layers, logits)
 
     def _checked(self, input_ids: Tensor, hidden_layers: Sequence[int] | None) -> Tensor:

@@ -8,15 +8,15 @@ is one launch whose grid and build depend on sizes alone; in float64 and beyond 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import backend_of, check_launch, uses_triton
+from stree.kernels.dispatch import backend_of, check_launch, module_of
 from stree.kernels.step.texts import Seen
 from stree.kernels.tiles import MAX_NODES
-from stree.kernels.tree_growth import reference
 from stree.kernels.tree_growth.operands import (
     Appended,
     Children,
@@ -35,12 +35,31 @@ from stree.kernels.tree_growth.operands import (
 )
 
 __all__ = [
-    "MAX_SLOTS", "append", "begin", "choose", "cut", "learn", "learn_level", "place", "rate_by_rank",
+    "MAX_SLOTS", "append", "begin", "choose", "cut", "learn", "learn_level", "rate_by_rank",
     "rate_by_table", "remember", "select",
 ]  # fmt: skip
 
 MOST_COMPARED = 1 << 20  # slots by width that one loop on the CPU goes through
 MAX_SLOTS, MAX_WIDTH, MAX_BELOW = 1024, 128, 255  # of a layer, of those taken, and of the values below a node
+
+
+def served_by(op: str, like: Tensor, triton: str, cpu: str | None = None, *, fits: bool = True) -> Callable[..., Any]:
+    """Return the implementation of an operation for a tensor's device.
+
+    Args:
+        op: its name.
+        like: one of its tensors.
+        triton: file of the Triton version, beside this one.
+        cpu: likewise of the version for the CPU, or None: there the reference runs.
+        fits: whether the Triton version takes the operands; the reference runs on a device where it does not.
+    """
+    backend, file = backend_of(like), "reference"
+    if backend == "triton" and fits:
+        check_launch(op, like)
+        file = triton
+    elif backend == "cpu" and cpu is not None:
+        file = cpu
+    return getattr(module_of(f"stree.kernels.tree_growth.{file}"), op)  # type: ignore[no-any-return]
 
 
 def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Terms) -> tuple[Tensor, Tensor]:
@@ -58,16 +77,9 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     Returns:
         int64[batch, min(width, slots)] slots and bool of that shape, whether each is taken.
     """
-    backend = backend_of(value)
-    if backend == "triton" and _fits_choice(value, below, terms):
-        from stree.kernels.tree_growth import slots_kernel
-
-        return slots_kernel.choose(value, left, below, terms)
-    if backend == "cpu" and value.numel() * terms.width <= MOST_COMPARED:
-        from stree.kernels.tree_growth import cpu  # imports numba
-
-        return cpu.choose(value, left, below, terms)
-    return reference.choose(value, left, below, terms)
+    cpu = "cpu" if value.numel() * terms.width <= MOST_COMPARED else None
+    run = served_by("choose", value, "slots_kernel", cpu, fits=_fits_choice(value, below, terms))
+    return run(value, left, below, terms)  # type: ignore[no-any-return]
 
 
 def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Children) -> Tensor:
@@ -84,16 +96,9 @@ def rate_by_rank(fit: RankFit, level: Level, memory: Memory, given: Children) ->
     Returns:
         float[batch, above, ranks].
     """
-    backend = backend_of(given.probs)
-    if backend == "triton" and given.probs.dtype == torch.float32:
-        from stree.kernels.tree_growth import slots_kernel
-
-        return slots_kernel.rate_by_rank(fit, level, memory, given)
-    if backend == "cpu":
-        from stree.kernels.tree_growth import cpu_ratings  # imports numba
-
-        return cpu_ratings.rate_by_rank(fit, level, memory, given)
-    return reference.rate_by_rank(fit, level, memory, given)
+    fits = given.probs.dtype == torch.float32
+    run = served_by("rate_by_rank", given.probs, "slots_kernel", "cpu_ratings", fits=fits)
+    return run(fit, level, memory, given)  # type: ignore[no-any-return]
 
 
 def rate_by_table(table: Table, given: Children) -> Ratings:
@@ -105,16 +110,9 @@ def rate_by_table(table: Table, given: Children) -> Ratings:
         table: the counts.
         given: the children.
     """
-    backend = backend_of(given.probs)
-    if backend == "triton" and given.probs.dtype == torch.float32:
-        from stree.kernels.tree_growth import slots_kernel
-
-        return slots_kernel.rate_by_table(table, given)
-    if backend == "cpu":
-        from stree.kernels.tree_growth import cpu_ratings  # imports numba
-
-        return cpu_ratings.rate_by_table(table, given)
-    return reference.rate_by_table(table, given)
+    fits = given.probs.dtype == torch.float32
+    run = served_by("rate_by_table", given.probs, "slots_kernel", "cpu_ratings", fits=fits)
+    return run(table, given)  # type: ignore[no-any-return]
 
 
 def begin(seen: Seen, room: int) -> Columns:
@@ -124,12 +122,7 @@ def begin(seen: Seen, room: int) -> Columns:
         seen: the texts; none is empty.
         room: columns.
     """
-    if not uses_triton(seen.pending):
-        return reference.begin(seen, room)
-    check_launch("begin", seen.pending)
-    from stree.kernels.tree_growth import columns_kernel
-
-    return columns_kernel.begin(seen, room)
+    return served_by("begin", seen.pending, "columns_kernel")(seen, room)  # type: ignore[no-any-return]
 
 
 def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Appended:
@@ -141,31 +134,8 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
         left: int64[batch], reduced by what is taken.
         layout: which columns they take.
     """
-    backend = backend_of(left)
-    if backend == "reference":
-        return reference.append(columns, chosen, left, layout)
-    if backend == "cpu":
-        from stree.kernels.tree_growth import cpu  # imports numba
-
-        return cpu.append(columns, chosen, left, layout)
-    check_launch("append", left)
-    from stree.kernels.tree_growth import columns_kernel
-
-    return columns_kernel.append(columns, chosen, left, layout)
-
-
-def place(columns: Columns, size: int, column: Tensor, tokens: Tensor, values: Tensor, is_taken: Tensor) -> None:
-    """Write nodes into the columns from ``size`` on, padding where they are not taken; in torch on every device.
-
-    Args:
-        columns: of the tree.
-        size: columns in use.
-        column: int64[batch, width], that each node is below.
-        tokens: int64[batch, width].
-        values: float[batch, width].
-        is_taken: bool[batch, width].
-    """
-    reference.place(columns, size, column, tokens, values, is_taken)
+    run = served_by("append", left, "columns_kernel", "cpu")
+    return run(columns, chosen, left, layout)  # type: ignore[no-any-return]
 
 
 def select(columns: Columns, size: int, most: int, *, by_value: bool) -> Tensor | None:
@@ -184,15 +154,10 @@ def select(columns: Columns, size: int, most: int, *, by_value: bool) -> Tensor 
     nodes = size - 1
     if by_value and nodes <= most:
         return None
-    backend = backend_of(columns.tokens)
-    if backend == "triton" and nodes <= MAX_SLOTS:
-        check_launch("select", columns.tokens)
-        from stree.kernels.tree_growth import columns_kernel
-
-        return columns_kernel.select(columns, size, min(nodes, most), by_value=by_value)
-    if not by_value and backend == "cpu" and len(columns.tokens) == 1:
+    if not by_value and len(columns.tokens) == 1 and backend_of(columns.tokens) == "cpu":
         return None  # `append` leaves out columns that are padding in every row
-    return reference.select(columns, size, min(nodes, most), by_value=by_value)
+    run = served_by("select", columns.tokens, "columns_kernel", fits=nodes <= MAX_SLOTS)
+    return run(columns, size, min(nodes, most), by_value=by_value)  # type: ignore[no-any-return]
 
 
 def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
@@ -203,12 +168,7 @@ def cut(columns: Columns, kept: Tensor | None, size: int) -> Proposed:
         kept: int64[batch, n] nodes, each behind its parent; None for all.
         size: columns in use.
     """
-    if not uses_triton(columns.tokens):
-        return reference.cut(columns, kept, size)
-    check_launch("cut", columns.tokens)
-    from stree.kernels.tree_growth import columns_kernel
-
-    return columns_kernel.cut(columns, kept, size)
+    return served_by("cut", columns.tokens, "columns_kernel")(columns, kept, size)  # type: ignore[no-any-return]
 
 
 def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
@@ -221,13 +181,8 @@ def learn(table: Table, kept: Sequence[Kept], verdicts: Verdicts) -> None:
         kept: what became nodes, layer by layer; they are numbered from 1.
         verdicts: on the tree that was verified.
     """
-    ratios = verdicts.ratios
-    if uses_triton(ratios) and ratios.dtype == torch.float32 and verdicts.parents.shape[1] <= MAX_NODES:
-        from stree.kernels.tree_growth import learning_kernel
-
-        learning_kernel.learn(table, kept, verdicts)
-    else:
-        reference.learn(table, kept, verdicts)
+    fits = verdicts.ratios.dtype == torch.float32 and verdicts.parents.shape[1] <= MAX_NODES
+    served_by("learn", verdicts.ratios, "learning_kernel", fits=fits)(table, kept, verdicts)
 
 
 def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
@@ -241,12 +196,8 @@ def learn_level(level: Level, values: Tensor, verdicts: Verdicts) -> None:
         values: float[batch, n], of the tree's nodes, products of chances from the root on.
         verdicts: on it; ``numbers`` are not read.  Of siblings the likeliest is first.
     """
-    if uses_triton(values) and values.dtype == torch.float32 and values.shape[1] <= MAX_NODES:
-        from stree.kernels.tree_growth import learning_kernel
-
-        learning_kernel.learn_level(level, values, verdicts)
-    else:
-        reference.learn_level(level, values, verdicts)
+    fits = values.dtype == torch.float32 and values.shape[1] <= MAX_NODES
+    served_by("learn_level", values, "learning_kernel", fits=fits)(level, values, verdicts)
 
 
 def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tensor) -> None:
@@ -258,17 +209,8 @@ def remember(memory: Memory, tokens: Tensor, path: Tensor | None, lengths: Tenso
         path: int32[batch, m], nodes from the root down, whose tokens are read; None: all tokens, in their order.
         lengths: int32[batch], how many of them; 0 where a text does not go on.
     """
-    backend = backend_of(tokens)
-    if path is not None and backend == "triton":
-        from stree.kernels.tree_growth import learning_kernel
-
-        learning_kernel.remember(memory, tokens, path, lengths)
-    elif backend == "cpu":
-        from stree.kernels.tree_growth import cpu_ratings  # imports numba
-
-        cpu_ratings.remember(memory, tokens, path, lengths)
-    else:
-        reference.remember(memory, tokens, path, lengths)
+    run = served_by("remember", tokens, "learning_kernel", "cpu_ratings", fits=path is not None)
+    run(memory, tokens, path, lengths)
 
 
 def _fits_choice(value: Tensor, below: Tensor | None, terms: Terms) -> bool:

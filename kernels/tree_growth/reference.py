@@ -138,7 +138,16 @@ def append(columns: Columns, chosen: Chosen, left: Tensor, layout: Layout) -> Ap
 
 
 def place(columns: Columns, size: int, column: Tensor, tokens: Tensor, values: Tensor, is_taken: Tensor) -> None:
-    """Write nodes into columns; see `stree.kernels.tree_growth.api`."""
+    """Write nodes into the columns from ``size`` on, padding where they are not taken; in torch on every device.
+
+    Args:
+        columns: of the tree.
+        size: columns in use.
+        column: int64[batch, width], that each node is below.
+        tokens: int64[batch, width].
+        values: float[batch, width].
+        is_taken: bool[batch, width].
+    """
     end = size + column.shape[1]
     columns.values[:, size - 1 : end - 1] = values
     above = columns.mask[:, :size, :size].take_along_dim(column[..., None], 1)

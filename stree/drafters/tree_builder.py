@@ -16,8 +16,9 @@ from stree.growth import Layer, Plan
 from stree.kernels.dispatch import may_have_any, most_true
 from stree.kernels.step.texts import Seen
 from stree.kernels.tiles import MAX_NODES
-from stree.kernels.tree_growth.api import append, begin, cut, place, select
+from stree.kernels.tree_growth.api import append, begin, cut, select
 from stree.kernels.tree_growth.operands import Chosen, Layout, Proposed, Words
+from stree.kernels.tree_growth.reference import place
 from stree.tree import TokenTree
 
 __all__ = ["FIRST_DRAFTED", "GrownTree", "columns_run", "narrowed", "num_columns", "num_run", "run_widths"]

@@ -43,8 +43,7 @@ def traverse_by_kernels(
     The random numbers are the same as in torch, the rounding of sums is not. ``target_probs`` is not written.
     """
     found = api.traverse(
-        tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, target_probs, draft, max_depth=max_depth,
-        max_children=None if draft is None else draft.max_children,
-        seed=rng.seed, sequences=rng.sequences.long(), positions=rng.positions.long(),
+        tree, target_probs, draft, max_depth=max_depth, seed=rng.seed, sequences=rng.sequences.long(),
+        positions=rng.positions.long(),
     )  # fmt: skip
     return Acceptance(found.path, found.path_lengths, found.next_token, found.ratios)

@@ -74,10 +74,11 @@ def test_every_layer_equals_transformers_in_each_call(family: str, dtype: torch.
     lm, tolerance, layers = decoding.lm, TOLERANCE[dtype], every_layer(decoding.lm)
     decoding.texts = random_texts(decoding.rng, [11, 2, 5])
     for chunk_size in (None, 4):
+        lm.chunk_size = chunk_size
         state = lm.new_state(3, 64, 7)
         tokens = right_padded(decoding.texts)
-        logits, hidden = lm.prefill(state, *tokens, chunk_size=chunk_size, hidden_layers=layers)
-        assert torch.equal(logits, lm.prefill(lm.new_state(3, 64, 7), *tokens, chunk_size=chunk_size))
+        logits, hidden = lm.prefill(state, *tokens, hidden_layers=layers)
+        assert torch.equal(logits, lm.prefill(lm.new_state(3, 64, 7), *tokens))
         assert hidden.shape == (3, 11, len(layers), lm.model.config.hidden_size) and hidden.dtype == dtype
         assert text_error(decoding, hidden, [0, 0, 0]) < tolerance
     decoding = decoding.held_by(state)
@@ -143,10 +144,11 @@ def test_a_captured_step_replays_hidden_states(monkeypatch: pytest.MonkeyPatch) 
 
 def test_threads_that_ask_for_different_layers_get_theirs() -> None:
     lm = patched(tiny_model("bamba"))
+    lm.chunk_size = 3
     tokens = torch.tensor(random_texts(Decoding(tiny_model("bamba"), [1]).rng, [12, 12]))
 
     def run(layer: int) -> Tensor:
-        hidden = lm.prefill(lm.new_state(2, 32, 8), tokens, chunk_size=3, hidden_layers=[layer])[1]
+        hidden = lm.prefill(lm.new_state(2, 32, 8), tokens, hidden_layers=[layer])[1]
         lm.prefill(lm.new_state(2, 32, 8), tokens)
         return hidden
 

@@ -57,8 +57,9 @@ def test_no_forward_is_wider_than_its_chunk_or_chain(
     family: str, chunk_size: int | None, max_nodes: int, expected: list[int]
 ) -> None:
     lm = TreeLM(family_model(family))
+    lm.chunk_size = chunk_size
     widths = Widths(lm.model)
-    lm.prefill(lm.new_state(1, 32, max_nodes), torch.arange(19)[None], chunk_size=chunk_size)
+    lm.prefill(lm.new_state(1, 32, max_nodes), torch.arange(19)[None])
     assert widths.seen == expected
 
 
@@ -67,8 +68,9 @@ def test_the_rest_of_a_prompt_is_cut_to_the_most_nodes_of_the_kernels(monkeypatc
     assert most_nodes(torch.device("cuda"), torch.float64) is None is most_nodes(torch.device("cpu"), torch.float32)
     monkeypatch.setattr(tree_scorer, "most_nodes", lambda device, dtype: 4)
     lm = TreeLM(family_model("mamba"))
+    lm.chunk_size = 9
     widths = Widths(lm.model)
-    lm.prefill(lm.new_state(1, 32, 16), torch.arange(19)[None], chunk_size=9)
+    lm.prefill(lm.new_state(1, 32, 16), torch.arange(19)[None])
     assert widths.seen == [9, 4, 4, 2]
 
 
@@ -85,8 +87,9 @@ def test_a_model_s_own_chunk_size_serves_generate() -> None:
 @pytest.mark.parametrize("chunk_size", [0, -3])
 def test_a_chunk_below_one_token_is_refused(chunk_size: int) -> None:
     lm = TreeLM(tiny_model("mamba2"))
+    lm.chunk_size = chunk_size
     with pytest.raises(ValueError, match=f"chunk_size must be at least 1, got {chunk_size}"):
-        lm.prefill(lm.new_state(), torch.tensor([[1, 2]]), chunk_size=chunk_size)
+        lm.prefill(lm.new_state(), torch.tensor([[1, 2]]))
 
 
 def extend(decoding: Decoding, lengths: list[int], padding: int = 3) -> None:

@@ -170,10 +170,10 @@ def test_prompts_of_which_the_second_fails_leave_an_empty_state(family: str) -> 
 def test_a_prompt_of_which_a_chunk_fails_leaves_an_empty_state(family: str, defers_commit: bool) -> None:
     model = family_model(family)
     lm, texts = patched(model), random_texts(random.Random(0), [19, 19])
-    lm.defers_commit = defers_commit
+    lm.defers_commit, lm.chunk_size = defers_commit, 4
     state = lm.new_state(2, 64, 4)
     with failing(lm.model.lm_head, calls=2):
-        lm.prefill(state, torch.tensor(texts), chunk_size=4)
+        lm.prefill(state, torch.tensor(texts))
     assert_prefills(model, lm, state, texts)
 
 

@@ -15,7 +15,7 @@ from stree import TokenTree
 from stree.kernels.dispatch import as_on_device
 from stree.kernels.traversal import cpu
 from stree.kernels.traversal.api import traverse as traverse_on_device
-from stree.kernels.traversal.operands import DraftRows, Held, TraversedPath
+from stree.kernels.traversal.operands import Held, TraversedPath
 from stree.kernels.traversal.reference import accept_probs
 from stree.kernels.traversal.residuals import Residuals
 from stree.sampling import Random
@@ -118,13 +118,11 @@ class Problem:
 
     def found(self, max_children: int | None = None) -> TraversedPath:
         """Run the kernels."""
-        moved, rows = self.moved(), None
-        tree, rng = moved.tree, moved.rng
-        if moved.draft is not None:
-            rows = DraftRows(moved.draft.probs, moved.draft.row, moved.draft.kind)
+        moved = self.moved()
+        rng, draft = moved.rng, None if moved.draft is None else replace(moved.draft, max_children=max_children)
         return traverse_on_device(
-            tree.tokens, tree.parents, tree.ancestor_mask, tree.depths, moved.dist, rows, max_depth=self.depth,
-            max_children=max_children, seed=rng.seed, sequences=rng.sequences, positions=rng.positions,
+            moved.tree, moved.dist, draft, max_depth=self.depth, seed=rng.seed, sequences=rng.sequences,
+            positions=rng.positions,
         )  # fmt: skip
 
     def error(self, accept_probs: Tensor, ratios: Tensor, found: TraversedPath | Compiled) -> float:

@@ -12,9 +12,10 @@ import torch
 from helpers.traversal_problems import DEVICE, Problem
 from torch import Tensor
 
+from stree import TokenTree
 from stree.kernels.traversal import kernel as kernels
 from stree.kernels.traversal.api import traverse as traverse_on_device
-from stree.kernels.traversal.operands import DraftRows, TraversedPath
+from stree.kernels.traversal.operands import DraftProbs, TraversedPath
 from stree.sampling import PURPOSES
 from stree.verify.traversal import traverse, traverse_by_kernels
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED
@@ -113,8 +114,8 @@ def test_operands_of_any_strides_are_read() -> None:
         return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
 
     found = traverse_on_device(
-        apart(tree.tokens), apart(tree.parents), apart(tree.ancestor_mask), apart(tree.depths), problem.dist,
-        DraftRows(draft.probs, apart(draft.row), apart(draft.kind)), max_depth=problem.depth,
+        TokenTree.unchecked(*map(apart, (tree.tokens, tree.parents, tree.depths, tree.ancestor_mask))), problem.dist,
+        DraftProbs(draft.probs, apart(draft.row), apart(draft.kind)), max_depth=problem.depth,
         seed=rng.seed, sequences=apart(rng.sequences), positions=apart(rng.positions),
     )  # fmt: skip
     expected = problem.found()
