@@ -35,7 +35,6 @@ __all__ = [
     "choose",
     "draws_in_kernels",
     "fixes_shapes",
-    "has_some_triton",
     "has_triton",
     "host_bound",
     "host_can_read",
@@ -180,16 +179,6 @@ def draws_in_kernels(scores: Tensor) -> bool:
 def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether "auto" means Triton: for CUDA tensors of an operation that has a Triton version, but not in float64."""
     return _best_backend(op, device.type, dtype, _behaviour.get()) == "triton"
-
-
-def has_some_triton(ops: tuple[str, ...], device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether "auto" means Triton for one of some operations at least."""
-    return _have_some_triton(ops, device.type, dtype, _behaviour.get())
-
-
-@lru_cache(maxsize=256)
-def _have_some_triton(ops: tuple[str, ...], device: str, dtype: torch.dtype, behaviour: Behaviour) -> bool:
-    return any(_best_backend(op, device, dtype, behaviour) == "triton" for op in ops)
 
 
 @lru_cache(maxsize=4096)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from stree.kernels.topology import AcceptedPath, Topology, take_rows
+from stree.kernels.topology import AcceptedPath, Topology
+from stree.kernels.tree_indices import take_rows
 
 __all__ = [
     "accumulator",

@@ -15,16 +15,7 @@ from stree.kernels.step.walk import depth_first_walk
 from stree.kernels.tiles import MAX_NODES
 from stree.kernels.tree_indices import ancestor_bits, ancestor_mask, conv_rows, jump_rows, take_rows
 
-__all__ = [
-    "AcceptedPath",
-    "Topology",
-    "ancestor_bits",
-    "ancestor_mask",
-    "conv_rows",
-    "jump_rows",
-    "most_nodes",
-    "take_rows",
-]
+__all__ = ["AcceptedPath", "Topology", "most_nodes"]
 
 
 def most_nodes(device: torch.device, dtype: torch.dtype) -> int | None:

@@ -29,7 +29,6 @@ from stree.models.native import config_of_native, is_native, load_native
 
 __all__ = ["load_config", "load_model", "raw_config", "torch_device", "torch_dtype"]
 
-NATIVE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 BAD_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError)
 
 
@@ -106,7 +105,7 @@ def load_model(
 def _reader(name_or_path: str | Path, raw: Mapping[str, Any]) -> Callable[[], Any] | None:
     """Return what reads a checkpoint that is mapped onto transformers' classes; None for transformers' own formats."""
     if is_native(raw):
-        return lambda: load_native(raw, _native_weights(name_or_path))
+        return lambda: load_native(name_or_path, raw)
     sizes = mixer_sizes(name_or_path, raw)
     return None if sizes is None else lambda: load_hybrid(name_or_path, raw, sizes)
 
@@ -172,15 +171,6 @@ def raw_config(name_or_path: str | Path, *, trust_remote_code: bool = False) -> 
             "pass trust_remote_code=True if you have read it and trust it"
         )
     return cast(Mapping[str, Any], raw)
-
-
-def _native_weights(name_or_path: str | Path) -> Path:
-    """Return the path of a native checkpoint's weights, downloaded from the hub if needed."""
-    for name in NATIVE_WEIGHTS:
-        found = checkpoint_file(name_or_path, name)
-        if found is not None:
-            return Path(found)
-    raise ValueError(f"checkpoint {str(name_or_path)!r} has neither {' nor '.join(NATIVE_WEIGHTS)}")
 
 
 def torch_device(device: Any) -> torch.device:

@@ -22,18 +22,23 @@ import torch
 from torch import Tensor
 from transformers import BambaConfig, GenerationConfig, LlamaConfig
 
-from stree.models.heads.weights import INDEX, SINGLE, checkpoint_file, read_tensors
+from stree.models.heads.weights import checkpoint_file
 from stree.models.native import place_weights, read_weights
 
 __all__ = ["config_of_hybrid", "load_hybrid", "mixer_sizes"]
 
-MIXER_CONFIG, PICKLED = "mamba_config.json", "pytorch_model.bin"
+MIXER_CONFIG = "mamba_config.json"
 EPSILON = 1e-5  # of the mixer's gated norm, whatever the other norms have
 RENAMED = {
     ".mlp.": ".feed_forward.",
     ".post_attention_layernorm.": ".pre_ff_layernorm.",
     "model.norm.": "model.final_layernorm.",
 }
+SHARED = (  # what a Bamba's config has of a Llama's
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "hidden_act", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "head_dim", "attention_bias",
+    "mlp_bias", "dtype", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 # Options of the mixer that only set how weights are initialised or which kernels run.
 INERT = {"expand", "headdim", "conv_init", "A_init_range", "dt_min", "dt_max", "dt_init_floor", "use_mem_eff_path"}
 # Options that Bamba's mixer supports one value of.
@@ -83,19 +88,14 @@ def config_of_hybrid(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> Bam
     for name, value in FIXED.items():
         if options.get(name, value) not in (None, value):
             raise NotImplementedError(f"option {name}={options[name]!r} of a MambaInLlama mixer is not supported")
-    bias = {name: getattr(llama, name) for name in ("attention_bias", "mlp_bias")}
     mapped = BambaConfig(
-        vocab_size=llama.vocab_size, hidden_size=llama.hidden_size, intermediate_size=llama.intermediate_size,
-        num_hidden_layers=llama.num_hidden_layers, num_attention_heads=llama.num_attention_heads,
-        num_key_value_heads=llama.num_key_value_heads, hidden_act=llama.hidden_act, rms_norm_eps=llama.rms_norm_eps,
-        max_position_embeddings=llama.max_position_embeddings, tie_word_embeddings=llama.tie_word_embeddings,
-        rope_parameters={**llama.rope_parameters, "partial_rotary_factor": 1.0}, head_dim=llama.head_dim,
+        **{name: getattr(llama, name) for name in SHARED},
+        rope_parameters={**llama.rope_parameters, "partial_rotary_factor": 1.0},
         attn_layer_indices=sorted(sizes["attn_layers"]), mamba_n_heads=heads, mamba_d_head=dstate,
         mamba_d_state=dstate, mamba_n_groups=heads, mamba_expand=inner // llama.hidden_size,
         mamba_d_conv=options.pop("d_conv", 4), mamba_conv_bias=options.pop("conv_bias", True), mamba_proj_bias=False,
         mamba_chunk_size=options.pop("chunk_size", 256),
-        time_step_limit=tuple(options.pop("dt_limit", (0.0, math.inf))), dtype=llama.dtype, **bias,
-        **{name: getattr(llama, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+        time_step_limit=tuple(options.pop("dt_limit", (0.0, math.inf))),
     )  # fmt: skip
     unknown = sorted(options.keys() - INERT - FIXED.keys() - {"repeat_kv_before_conv"})
     if unknown:
@@ -127,7 +127,7 @@ def load_hybrid(name_or_path: str | Path, config: Mapping[str, Any], sizes: Mapp
             if getattr(module, "group_size", None) != mapped.mamba_d_state:
                 raise NotImplementedError("this transformers has no grouped norm in Bamba, which MambaInLlama has")
             module.variance_epsilon = EPSILON
-    found = _expanded(_tensors(name_or_path), sizes, mapped)
+    found = _expanded(read_weights(name_or_path), sizes, mapped)
     if mapped.tie_word_embeddings and "model.embed_tokens.weight" in found:
         found["lm_head.weight"] = found["model.embed_tokens.weight"]
     place_weights(model, found)
@@ -159,13 +159,3 @@ def _expanded(tensors: Mapping[str, Tensor], sizes: Mapping[str, Any], mapped: B
             name = name.replace(theirs, ours)
         found[name] = tensor
     return found
-
-
-def _tensors(name_or_path: str | Path) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint."""
-    if checkpoint_file(name_or_path, SINGLE) or checkpoint_file(name_or_path, INDEX):
-        return read_tensors(name_or_path, lambda _: True, "cpu")
-    path = checkpoint_file(name_or_path, PICKLED)
-    if path is None:
-        raise ValueError(f"checkpoint {str(name_or_path)!r} has none of {SINGLE}, {INDEX} and {PICKLED}")
-    return read_weights(Path(path))

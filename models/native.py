@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Mamba2Config, MambaConfig, PreTrainedConfig
 
+from stree.models.heads.weights import INDEX, SINGLE, checkpoint_file, read_tensors
+
 __all__ = ["config_of_native", "is_native", "load_native", "place_weights", "read_weights"]
 
+PICKLED = "pytorch_model.bin"
 RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 EPSILON = 1e-5  # of every norm in mamba-ssm
 # Options of its mixers that only set how weights are initialised or which kernels run.
@@ -81,12 +83,12 @@ def _check_layers(config: Mapping[str, Any]) -> None:
         raise NotImplementedError("native checkpoints with LayerNorm are not supported, got rms_norm=False")
 
 
-def load_native(config: Mapping[str, Any], weights: Path) -> Any:
+def load_native(name_or_path: str | Path, config: Mapping[str, Any]) -> Any:
     """Load a mamba-ssm checkpoint into a transformers model, in the dtype it was saved in.
 
     Args:
+        name_or_path: folder or hub id.
         config: the content of config.json.
-        weights: pytorch_model.bin or model.safetensors.
 
     Raises:
         NotImplementedError: as ``config_of_native``.
@@ -104,7 +106,7 @@ def load_native(config: Mapping[str, Any], weights: Path) -> Any:
         and not hasattr(model.backbone.layers[0].mixer.norm, "group_size")
     ):
         raise NotImplementedError(f"this transformers has no grouped norm in Mamba-2, got ngroups={mapped.n_groups}")
-    found = {RENAMED.get(name, name): tensor for name, tensor in read_weights(weights).items()}
+    found = {RENAMED.get(name, name): tensor for name, tensor in read_weights(name_or_path).items()}
     if mapped.tie_word_embeddings and "backbone.embeddings.weight" in found:
         found["lm_head.weight"] = found["backbone.embeddings.weight"]
     place_weights(model, found)
@@ -157,14 +159,21 @@ def _mamba2(common: dict[str, Any], options: dict[str, Any]) -> Mamba2Config:
     )
 
 
-def read_weights(weights: Path) -> dict[str, Tensor]:
-    """Read a dict of tensors from a file; any other content raises."""
+def read_weights(name_or_path: str | Path) -> dict[str, Tensor]:
+    """Read all tensors of a checkpoint, in safetensors or pickled.
+
+    Raises:
+        ValueError: there are no weights, or a file that holds anything but tensors.
+    """
+    if checkpoint_file(name_or_path, SINGLE) or checkpoint_file(name_or_path, INDEX):
+        return read_tensors(name_or_path, lambda _: True, "cpu")
+    path = checkpoint_file(name_or_path, PICKLED)
+    if path is None:
+        raise ValueError(f"checkpoint {str(name_or_path)!r} has none of {SINGLE}, {INDEX} and {PICKLED}")
     try:
-        if weights.suffix == ".safetensors":
-            return load_file(weights)
-        found = torch.load(weights, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickle, zip and safetensors each raise their own
-        raise ValueError(f"{weights.name} cannot be read as tensors: {error}") from error
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle and zip each raise their own
+        raise ValueError(f"{PICKLED} cannot be read as tensors: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(tensor, Tensor) for tensor in found.values()):
-        raise ValueError(f"{weights.name} must hold a dict of tensors, got {type(found).__name__}")
+        raise ValueError(f"{PICKLED} must hold a dict of tensors, got {type(found).__name__}")
     return found

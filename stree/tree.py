@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.checks import checks_everywhere, checks_values
-from stree.kernels.topology import ancestor_mask
-from stree.kernels.tree_indices import prune
+from stree.kernels.tree_indices import ancestor_mask, prune
 
 __all__ = ["TokenTree", "checks_everywhere"]
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from stree.kernels.dispatch import Operands
 from stree.kernels.reference import accumulator, nodes_first
-from stree.kernels.topology import AcceptedPath, Topology, take_rows
+from stree.kernels.topology import AcceptedPath, Topology
+from stree.kernels.tree_indices import take_rows
 
 __all__ = ["attention_step", "kv_commit", "tree_attention"]
 

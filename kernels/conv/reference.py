@@ -8,7 +8,8 @@ from torch import Tensor
 
 from stree.kernels.dispatch import Operands
 from stree.kernels.reference import accumulator
-from stree.kernels.topology import AcceptedPath, Topology, take_rows
+from stree.kernels.topology import AcceptedPath, Topology
+from stree.kernels.tree_indices import take_rows
 
 __all__ = ["conv_commit", "conv_step", "tree_conv1d"]
 

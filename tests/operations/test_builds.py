@@ -24,9 +24,10 @@ from stree.kernels.dispatch import as_on_device
 from stree.kernels.sampling import softmax_kernel
 from stree.kernels.sampling.kernel import draw_kernel, walk_kernel
 from stree.kernels.step import bookkeeping, texts
-from stree.kernels.topology import AcceptedPath, Topology, ancestor_mask
+from stree.kernels.topology import AcceptedPath, Topology
 from stree.kernels.tree_growth import api, learning_kernel
 from stree.kernels.tree_growth.operands import Memory
+from stree.kernels.tree_indices import ancestor_mask
 
 Run = Callable[[], object]
 

@@ -31,7 +31,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stree.kernels import ops
-from stree.kernels.topology import Topology, ancestor_mask
+from stree.kernels.topology import Topology
+from stree.kernels.tree_indices import ancestor_mask
 
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="the reference is tested on the CPU")]
 

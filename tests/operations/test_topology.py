@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from stree.kernels.topology import AcceptedPath, Topology, ancestor_bits, ancestor_mask
+from stree.kernels.topology import AcceptedPath, Topology
+from stree.kernels.tree_indices import ancestor_bits, ancestor_mask
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -20,9 +20,9 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from stree.growth.learned_acceptance import SampledAcceptance
-from stree.kernels.topology import ancestor_mask
 from stree.kernels.tree_growth import api, learning_kernel, reference
 from stree.kernels.tree_growth.operands import Kept, Level, Table, Verdicts
+from stree.kernels.tree_indices import ancestor_mask
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RANKS = 3

@@ -27,7 +27,7 @@ from helpers.operation_problem import (
 )
 
 from stree.kernels.tiles import interpreted
-from stree.kernels.topology import ancestor_mask
+from stree.kernels.tree_indices import ancestor_mask
 
 DELTAS = pytest.mark.parametrize("family", [DELTA, KDA], ids=lambda f: f.name)
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stree.kernels.step.walk import depth_first_walk, walk_slots
-from stree.kernels.topology import Topology, ancestor_mask
+from stree.kernels.topology import Topology
+from stree.kernels.tree_indices import ancestor_mask
 
 
 def run(entries: list[int], num_slots: int) -> Iterator[tuple[int, int]]:
