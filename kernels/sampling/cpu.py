@@ -1,4 +1,4 @@
-"""Random numbers, draws without replacement and top-k of probability rows, compiled for the CPU with numba.
+"""Random numbers and draws without replacement, compiled for the CPU with numba.
 
 This file is imported with the first draw.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.kernels.numba_jit import compiled, inner
 
-__all__ = ["draw_distinct", "philox_uniform", "top"]
+__all__ = ["draw_distinct", "philox_uniform"]
 
 BLOCK = 256  # tokens that are summed together
 
@@ -39,14 +39,6 @@ def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: in
     counters = (word.reshape(-1).numpy() for word in (position, sequence, node))
     _uniform(*counters, np.uint64(purpose), seeds, numbers.view(-1).numpy())
     return numbers
-
-
-def top(probs: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the most probable tokens, the first of equal ones first; see `stree.kernels.sampling.top`."""
-    best = probs.new_empty(*probs.shape[:-1], count)
-    tokens = torch.empty(best.shape, dtype=torch.long)
-    _top_rows(*_rows_of(probs, tokens, best))
-    return best, tokens
 
 
 @compiled
@@ -153,40 +145,3 @@ def _draw_rows(dist: Array, numbers: Array, tokens: Array, probs: Array, least: 
                     tokens[row, place], probs[row, place] = token, dist[row, token]
                     rest -= np.float64(dist[row, token])
                     blocks[token // BLOCK] -= np.float64(dist[row, token])
-
-
-@inner(fastmath={"nnan", "nsz", "reassoc"})  # so that weights are compared along many lines at once
-def _greatest(weights: Array) -> float:
-    """Return the greatest of some weights."""
-    greatest = weights[0]
-    for weight in weights:
-        greatest = max(greatest, weight)
-    return greatest
-
-
-@compiled
-def _top_rows(dist: Array, tokens: Array, probs: Array) -> None:
-    """Find the most probable tokens of every row of a distribution, the first of equal ones first.
-
-    Args:
-        dist: float[rows, vocab], not negative.
-        tokens: int64[rows, count], written, the most probable first; count is at most vocab.
-        probs: float[rows, count], written: their weights.
-    """
-    vocab, count = dist.shape[1], tokens.shape[1]
-    for row in range(dist.shape[0]):
-        found = 0
-        for begin in range(0, vocab, BLOCK):
-            end = min(begin + BLOCK, vocab)
-            if found == count and not _greatest(dist[row, begin:end]) > probs[row, count - 1]:
-                continue
-            for token in range(begin, end):
-                prob = dist[row, token]
-                if found == count and not prob > probs[row, count - 1]:
-                    continue
-                place = found if found < count else count - 1
-                found = min(found + 1, count)
-                while place > 0 and prob > probs[row, place - 1]:
-                    tokens[row, place], probs[row, place] = tokens[row, place - 1], probs[row, place - 1]
-                    place -= 1
-                tokens[row, place], probs[row, place] = token, prob

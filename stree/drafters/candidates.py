@@ -12,7 +12,6 @@ from torch.nn.functional import pad
 from stree.drafters.draws import Draws
 from stree.growth import Plan
 from stree.growth.plan import Drawing
-from stree.kernels.sampling.top import top
 from stree.sampling import MAX_RANKS, AnySampling, Random
 
 __all__ = [
@@ -99,7 +98,7 @@ def by_kind(sampling: AnySampling, if_greedy: Callable[[], Tensor], if_sampled: 
 
 def top_candidates(dist: Tensor, first: int, count: int) -> Candidates:
     """Return the most probable tokens; arguments as for ``CandidateSource``."""
-    probs, tokens = top(dist, min(count, dist.shape[-1]))
+    probs, tokens = dist.topk(min(count, dist.shape[-1]))
     if dist.shape[-1] >= count:
         return Candidates(tokens, probs)
     beyond = (0, count - dist.shape[-1])

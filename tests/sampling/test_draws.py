@@ -106,16 +106,18 @@ def test_draws_at_the_ends_of_the_line_are_tokens_of_the_support(number: float) 
 
 
 @pytest.mark.parametrize(("vocab", "count"), [(1, 1), (5, 5), (5, 8), (255, 6), (256, 6), (257, 8), (1000, 64)])
-def test_the_most_probable_children_are_those_of_a_stable_sort(vocab: int, count: int) -> None:
+def test_the_most_probable_children_are_those_of_a_sort(vocab: int, count: int) -> None:
     rng = torch.Generator().manual_seed(vocab)
     for step in (0, 30, vocab):
         dist = torch.randn(2, 3, vocab, generator=rng).softmax(-1)
         if step:  # many are equal, and many 0
             dist = (dist * step).round() / step
         for given in (dist, dist.double(), dist.transpose(0, 1)):
-            expected = torch.sort(given, dim=-1, descending=True, stable=True)
+            expected = torch.sort(given, dim=-1, descending=True).values
             found = top_candidates(given, 0, count)
             kept = min(vocab, count)
-            assert torch.equal(found.tokens[..., :kept], expected.indices[..., :kept])
-            assert torch.equal(found.probs[..., :kept], expected.values[..., :kept])
+            assert torch.equal(found.probs[..., :kept], expected[..., :kept])
+            tokens = found.tokens[..., :kept]
+            assert torch.equal(given.gather(-1, tokens), expected[..., :kept])
+            assert (tokens.sort(-1).values.diff() > 0).all(), "no token twice"
             assert found.tokens.shape[-1] == count and not found.probs[..., kept:].any()
