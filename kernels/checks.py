@@ -44,9 +44,11 @@ def check(name: str, tensor: Tensor, kind: str, shape: tuple[int, ...], like: Te
     raise (TypeError if tensor.shape == shape else ValueError)(message)
 
 
-def describe(tensor: Tensor) -> str:
-    """Write a tensor as dtype[shape]."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def describe(given: object) -> str:
+    """Write a tensor as dtype[shape], and another value as its type."""
+    if not isinstance(given, Tensor):
+        return type(given).__name__
+    return f"{str(given.dtype).removeprefix('torch.')}{list(given.shape)}"
 
 
 def refuse_choice(name: str, value: str | None, choices: tuple[str | None, ...]) -> None:

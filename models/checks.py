@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stree.kernels.checks import describe
 from stree.kernels.dispatch import host_can_read
 from stree.models.patching import has_foreign_forward
 from stree.tree import TokenTree
@@ -22,7 +23,6 @@ __all__ = [
     "check_path",
     "check_rotary",
     "check_rows",
-    "describe",
     "is_integer",
     "model_change",
     "weight_places",
@@ -40,13 +40,6 @@ def is_integer(given: Any) -> bool:
     return isinstance(given, Tensor) and not (
         given.is_floating_point() or given.is_complex() or given.dtype == torch.bool
     )
-
-
-def describe(given: Any) -> str:
-    """Format dtype and shape for an error message; of a value that is not a tensor, its type."""
-    if not isinstance(given, Tensor):
-        return type(given).__name__
-    return f"{str(given.dtype).removeprefix('torch.')}{[*given.shape]}"
 
 
 def check_mixer(path: str, mixer: Any) -> None:

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree.models.checks import describe, is_integer
+from stree.kernels.checks import describe
+from stree.models.checks import is_integer
 from stree.models.layers.base import LayerSpec, state_dtype
 from stree.models.patched_model import PatchedModel
 from stree.models.patching import is_hooked, is_linear, num_features
