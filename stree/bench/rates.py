@@ -16,8 +16,8 @@ from stree.bench.records import Record
 from stree.drafters import NoDrafter
 from stree.generation import generate
 from stree.growth import Growth, Sequoia
-from stree.growth.base import WrappedGrowth
 from stree.growth.sequoia import SOURCE
+from stree.growth.stops import StoppedGrowth
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.tree import TokenTree
@@ -72,7 +72,7 @@ class Rates:
     def _fitted(self, growth: Growth, temperature: float) -> Growth:
         if not uses_default_rates(growth):
             return growth
-        if isinstance(growth, WrappedGrowth):
+        if isinstance(growth, StoppedGrowth):
             return replace(growth, base=self._fitted(growth.base, temperature))
         assert isinstance(growth, Sequoia)
         source = f"{self.source}, temperature {temperature:g}"
@@ -81,7 +81,7 @@ class Rates:
 
 def uses_default_rates(growth: Growth | None) -> bool:
     """Whether a growth is Sequoia's tree of the default rates."""
-    if isinstance(growth, WrappedGrowth):
+    if isinstance(growth, StoppedGrowth):
         return uses_default_rates(growth.base)
     return isinstance(growth, Sequoia) and growth.source == SOURCE
 

@@ -21,8 +21,8 @@ from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs
 
 __all__ = [
-    "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "in_turn", "padded_prompts", "proposed",
-    "selected", "started",
+    "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "padded_prompts", "proposed", "selected",
+    "started",
 ]  # fmt: skip
 
 
@@ -264,18 +264,6 @@ def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:
             f"drafter and target must share one vocabulary: the drafter has {lm.vocab_size} tokens, "
             f"the target {vocab_size}"
         )
-
-
-def in_turn(*processors: TreeProcessor | None) -> TreeProcessor | None:
-    """Return a processor that calls some others one after the other; None where all of them are."""
-    present = [processor for processor in processors if processor is not None]
-
-    def process(tree: TokenTree, logits: Tensor) -> Tensor:
-        for processor in present:
-            logits = processor(tree, logits)
-        return logits
-
-    return process if present else None
 
 
 def padded_prompts(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

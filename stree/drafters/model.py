@@ -19,7 +19,7 @@ from stree.drafters.merge import keep_best, keep_first, missed_nodes, on_own_nod
 from stree.drafters.none import root_only
 from stree.drafters.own_texts import OwnTexts
 from stree.drafters.tree_builder import GrownTree, columns_run, num_run
-from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Limited, Plan, Proposal, learns_alike
+from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Plan, Proposal, learns_alike
 from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
@@ -134,7 +134,7 @@ class ModelRun(DraftRun):
         self.acceptance_model.begin(plan, self.rng)
         self.state.begin_tree(self.rng, growth.sampling)
         grown = GrownTree(seen, self._left(plan, seen), plan)
-        run_frontier = partial(grown.run, self.state.score if self.processor is None else self._score)
+        run_frontier = partial(grown.run, self.score)
         kept_slots: KeptSlots = []
         offered: list[Candidates] = []
         if plan.is_heap:
@@ -165,10 +165,10 @@ class ModelRun(DraftRun):
         self._left_out.zero_()
         return left if seen.nodes is None else torch.minimum(left, seen.nodes - 1).clamp(min=0)
 
-    def _score(self, tree: TokenTree, first: int) -> Tensor:
+    def score(self, tree: TokenTree, first: int) -> Tensor:
         """Score columns of the tree that grows; process their logits as the target's are."""
-        assert self.processor is not None, "the caller has checked"
-        return self.processor(tree, self.state.score(tree, first))
+        logits = self.state.score(tree, first)
+        return logits if self.processor is None else self.processor(tree, logits)
 
     def _probs_buffer(self, rows: int, logits: Tensor) -> Tensor:
         """Memory for the distributions of so many nodes of a tree that are run: the same in every step."""
@@ -249,17 +249,14 @@ class ModelRun(DraftRun):
 
     def _use(self, growth: Growth) -> None:
         """Take the acceptance model of a growth, unless one of its kind is in use."""
-        base = growth.base if isinstance(growth, Limited) else growth
-        if base is self._growth:
+        if growth is self._growth:
             return
-        if self._growth is None or not learns_alike(base, self._growth):
-            self.acceptance_model = base.acceptance_model(len(self.state.prompts), self.state.device)
-            check_kind(
-                base, "acceptance_model", self.acceptance_model, AcceptanceModel, "a stree.growth.AcceptanceModel"
-            )
+        if self._growth is None or not learns_alike(growth, self._growth):
+            model = self.acceptance_model = growth.acceptance_model(len(self.state.prompts), self.state.device)
+            check_kind(growth, "acceptance_model", model, AcceptanceModel, "a stree.growth.AcceptanceModel")
             self._read_prompts(range(len(self.state.prompts)))
             self.state.version += 1
-        self._growth = base
+        self._growth = growth
 
     def _read_prompts(self, rows: Sequence[int]) -> None:
         """Let the acceptance model read the prompts of some rows."""

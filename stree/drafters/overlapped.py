@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -57,10 +57,6 @@ class OverlappedDrafter(Drafter):
     def models(self) -> Sequence[TreeLM]:
         """The draft model."""
         return self._drafter.models
-
-    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> OverlappedDrafter:
-        """Return a drafter over ``change`` of its model, whose calls come from two threads, never at once."""
-        return OverlappedDrafter(self._drafter.with_model(change))
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
         """Begin a run; the draft model reads the prompts when the first tree is drafted."""

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from stree.drafters.base import Draft, Drafter, DraftRun, in_turn
-from stree.drafters.model import ModelDrafter
-from stree.drafters.tree_builder import FIRST_DRAFTED
+from stree.drafters.base import Draft, Drafter, check_vocabulary
+from stree.drafters.draft_state import DraftState
+from stree.drafters.model import ModelDrafter, ModelRun
 from stree.growth import Growth, TargetInit
-from stree.kernels.step.texts import Seen
-from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import LONGEST, Acceptance, Verifier
@@ -37,77 +35,44 @@ def drafter_and_verifier(
         raise ValueError(f"TargetInit needs a ModelDrafter, got {type(drafter).__name__}")
     if verifier != "auto":
         raise ValueError(f"TargetInit has a verifier of its own; leave verifier at 'auto', got {verifier!r}")
-    return TargetInitDrafter(drafter), LONGEST
+    return TargetInitDrafter(drafter.lm), LONGEST
 
 
-class TargetInitDrafter(Drafter):
+class TargetInitDrafter(ModelDrafter):
     """A model drafter whose root draws its children from the distribution that verification left, not from its own.
 
     For LONGEST only, which leaves such a distribution.  A text's first step has none: it proposes the root alone,
     emits nothing, and is not counted in tau.
-
-    Args:
-        drafter: continues the candidates.
     """
 
     is_lossless = False
 
-    def __init__(self, drafter: ModelDrafter) -> None:
-        self.drafter = drafter
-
-    @property
-    def models(self) -> Sequence[TreeLM]:
-        """The draft model."""
-        return self.drafter.models
-
-    def with_model(self, change: Callable[[TreeLM], TreeLM]) -> TargetInitDrafter:
-        """Return a drafter over ``change`` of this one's model."""
-        return TargetInitDrafter(self.drafter.with_model(change))
-
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _TargetInitRun:
         """Begin a run, in which no distribution was left yet."""
-        return _TargetInitRun(self.drafter.start(vocab_size, prompts, rng), len(prompts), self.drafter.lm.device)
+        check_vocabulary(self.lm, vocab_size)
+        return _TargetInitRun(DraftState(self.lm, prompts), rng)
 
 
-class _RootLogits:
-    """Processes a draft model's logits so that those of the root are given ones.
-
-    Attributes:
-        logits: float[batch, vocab], or None where they stay the model's own.
-    """
-
-    logits: Tensor | None = None
-
-    def __call__(self, tree: TokenTree, logits: Tensor) -> Tensor:
-        """Replace float[batch, 1, vocab] of a tree's first call, which scores the root."""
-        if self.logits is None or tree.tokens.shape[1] > FIRST_DRAFTED:
-            return logits
-        return self.logits[:, None].to(logits)
-
-
-class _TargetInitRun(DraftRun):
+class _TargetInitRun(ModelRun):
     """A draft model's run, and the distribution that the last verification left in each row."""
 
-    can_begin = True
+    can_select = can_extend = is_on_device = False
 
-    def __init__(self, run: DraftRun, batch: int, device: torch.device) -> None:
-        self._run, self._root = run, _RootLogits()
-        self._left: Tensor | None = None  # float[batch, vocab]
-        self._has_left = torch.zeros(batch, 1, dtype=torch.bool, device=device)
+    def __init__(self, state: DraftState, rng: Random) -> None:
+        super().__init__(state, rng)
+        self._residual: Tensor | None = None  # float[batch, vocab]
+        self._root_logits: Tensor | None = None  # float[batch, vocab], of which the root's children are drawn
+        self._has_left = torch.zeros(len(state.prompts), 1, dtype=torch.bool, device=state.device)
         self._has_new_text = True  # whether some row has nothing left yet
-
-    def prepare(self, seen: Seen, budget: int) -> int:
-        return self._run.prepare(seen, budget)
 
     def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
         """Draw candidates and continue them; propose the root alone where nothing was left."""
         assert growth is not None, "TargetInit is no default"
-        if self._left is not None:
-            temperature = torch.as_tensor(growth.sampling.temperature, dtype=self._left.dtype).view(-1, 1)
+        if self._residual is not None:
+            temperature = torch.as_tensor(growth.sampling.temperature, dtype=self._residual.dtype).view(-1, 1)
             # The draft's sampling divides by it, unless it is greedy.
-            self._root.logits = self._left.log() * torch.where(temperature == 0, 1.0, temperature)
-        self._run.processor = in_turn(self.processor, self._root)
-        draft = self._run.propose(pending, growth, budget)
+            self._root_logits = self._residual.log() * torch.where(temperature == 0, 1.0, temperature)
+        draft = super().propose(pending, growth, budget)
         if not self._has_new_text:
             return draft
         is_node = self._has_left.expand_as(draft.tree.tokens).clone()
@@ -115,17 +80,17 @@ class _TargetInitRun(DraftRun):
         parents = draft.tree.parents.masked_fill(~is_node, -1)
         return replace(draft, tree=TokenTree.unchecked(draft.tree.tokens * is_node, parents))
 
+    def score(self, tree: TokenTree, first: int) -> Tensor:
+        logits = super().score(tree, first)
+        return logits if first or self._root_logits is None else self._root_logits[:, None].to(logits)
+
     def observe(self, acceptance: Acceptance) -> None:
         assert acceptance.left is not None, "TargetInit is verified by LONGEST"
-        self._left, self._has_new_text = acceptance.left.clone(), False
+        self._residual, self._has_new_text = acceptance.left.clone(), False
         self._has_left.fill_(True)
-        self._run.observe(acceptance)
+        super().observe(acceptance)
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         self._has_left[list(rows)] = False
         self._has_new_text = True
-        self._run.prefixes = self.prefixes
-        self._run.begin(rows, prompts)
-
-    def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
-        self._run.reserve(max_length, growth, budget, begins=begins)
+        super().begin(rows, prompts)

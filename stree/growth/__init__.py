@@ -5,7 +5,7 @@ The terms (node, rank, slot, value, priority, column) are defined in ``stree.gro
 """
 
 from stree.growth.acceptance_model import AcceptanceModel, KeptSlots, Proposal, Slots
-from stree.growth.base import BaseGrowth, Growth, Limited, learns_alike
+from stree.growth.base import BaseGrowth, Growth, learns_alike
 from stree.growth.calibrated import Calibrated
 from stree.growth.chain import Chain
 from stree.growth.depth_stop import DepthStop
@@ -38,7 +38,6 @@ __all__ = [
     "Growth",
     "KeptSlots",
     "Layer",
-    "Limited",
     "NamedGrowth",
     "OptTree",
     "Plan",

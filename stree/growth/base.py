@@ -1,9 +1,9 @@
-"""The interface of a growth, and the classes that growths inherit from."""
+"""The interface of a growth, and the class that growths inherit from."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 
@@ -11,7 +11,7 @@ from stree.growth.acceptance_model import AcceptanceModel, DraftProbability, Pat
 from stree.growth.plan import Plan
 from stree.sampling import AnySampling, Sampling
 
-__all__ = ["BaseGrowth", "Growth", "Limited", "WrappedGrowth", "learns_alike"]
+__all__ = ["BaseGrowth", "Growth", "learns_alike"]
 
 
 class Growth(Protocol):
@@ -70,64 +70,6 @@ class BaseGrowth:
     def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
         """Return the draft's own probabilities as the acceptance model."""
         return PathProbability() if self.sampling.is_greedy else DraftProbability()
-
-
-@dataclass(frozen=True)
-class WrappedGrowth:
-    """A growth that changes another one; every method is the other's unless overridden.
-
-    Args:
-        base: the other growth.
-
-    Raises:
-        TypeError: ``base`` is not a growth.
-    """
-
-    base: Growth
-
-    def __post_init__(self) -> None:
-        if isinstance(self.base, type) or not hasattr(self.base, "plan"):
-            raise TypeError(f"base must be a growth such as Chain(4), got {self.base!r:.80}")
-
-    @property
-    def sampling(self) -> AnySampling:
-        """Sampling parameters that children are drawn with."""
-        return self.base.sampling
-
-    def bind(self, sampling: AnySampling) -> Self:
-        """Return this growth for children drawn under ``sampling``."""
-        return replace(self, base=self.base.bind(sampling))
-
-    def plan(self, budget: int) -> Plan:
-        """Return the base's plan."""
-        return self.base.plan(budget)
-
-    def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
-        """Return a new acceptance model of the base."""
-        return self.base.acceptance_model(batch, device)
-
-
-@dataclass(frozen=True)
-class Limited(WrappedGrowth):
-    """Another growth with fewer layers, which shares the acceptance model of the whole one.
-
-    Args:
-        base: a growth that has a depth.
-        depth: most layers.
-    """
-
-    depth: int
-
-    def plan(self, budget: int) -> Plan:
-        """Return the base's plan for this depth."""
-        return _with_depth(self.base, self.depth).plan(budget)
-
-
-def _with_depth(growth: Any, depth: int) -> Growth:
-    """Replace the depth of a growth, or of the one that it wraps."""
-    if isinstance(growth, WrappedGrowth):
-        return replace(growth, base=_with_depth(growth.base, depth))
-    return replace(growth, depth=depth)  # type: ignore[no-any-return]
 
 
 def learns_alike(first: Growth, second: Growth) -> bool:

@@ -78,7 +78,6 @@ FIXED = {
     "lossy-target-init": _Fixed("lossy-target-init:WIDTH,DEPTH", 2, lambda numbers: TargetInit(*numbers)),
     "stree": _Fixed("stree", 0, lambda _: Static.stree()),
 }
-FORMER = {"dyspec-heap": "dyspec:NODES,form=heap", "opttree": "opt-tree:NODESxDEPTH"}  # name -> how it is written now
 GROWTH_STOPS: dict[str, Callable[..., Growth]] = {"decision": DecisionStop, "depth-stop": DepthStop}  # around a growth
 
 
@@ -135,8 +134,6 @@ def parse_growth(text: str) -> NamedGrowth:
     name, colon, rest = shape.partition(":")
     items = rest.split(",") if colon else []
     try:
-        if name in FORMER:
-            raise ValueError(f"it is now written {FORMER[name]}")
         if name not in GROWTHS and name not in FIXED:
             raise ValueError(f"no growth is named {name!r}")
         named = _dynamic(name, items) if name in GROWTHS else NamedGrowth(_fixed(FIXED[name], items), None)

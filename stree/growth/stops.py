@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from stree.checks import check_numbers, check_shares
 from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots, decided, rated
-from stree.growth.base import WrappedGrowth
+from stree.growth.base import Growth
 from stree.growth.plan import Plan
 from stree.kernels.tree_growth.operands import Kept
 from stree.returned import check_kind
-from stree.sampling import Random
+from stree.sampling import AnySampling, Random
 
 __all__ = ["STOPS", "Confidence", "Stop", "Stopped", "StoppedGrowth", "StoppedModel", "check_rule"]
 
@@ -157,14 +157,30 @@ STOPS: dict[str, Callable[..., Stop]] = {"sure": Confidence}
 
 
 @dataclass(frozen=True)
-class StoppedGrowth(WrappedGrowth):
-    """A growth of layers with a stop rule."""
+class StoppedGrowth:
+    """A growth of layers with a stop rule.
+
+    Args:
+        base: the growth.
+
+    Raises:
+        TypeError: ``base`` is not a growth.
+    """
+
+    base: Growth
+
+    def __post_init__(self) -> None:
+        if isinstance(self.base, type) or not hasattr(self.base, "plan"):
+            raise TypeError(f"base must be a growth such as Chain(4), got {self.base!r:.80}")
 
     @property
-    def depth(self) -> int:
-        """Most layers, where the base has such a number."""
-        base: Any = self.base
-        return base.depth  # type: ignore[no-any-return]
+    def sampling(self) -> AnySampling:
+        """Sampling parameters that children are drawn with."""
+        return self.base.sampling
+
+    def bind(self, sampling: AnySampling) -> Self:
+        """Return this growth for children drawn under ``sampling``."""
+        return replace(self, base=self.base.bind(sampling))
 
     def plan(self, budget: int) -> Plan:
         """Return the base's plan.

@@ -4,8 +4,8 @@ Works on token lists and numpy arrays, without models or tensors. The ``numba_*`
 """
 
 from stree.retrieval.automaton import SuffixAutomaton
-from stree.retrieval.continuations import Continuations, Nodes
+from stree.retrieval.continuations import Nodes
 from stree.retrieval.datastore import LONGEST_MATCH, Datastore
 from stree.retrieval.union import unite
 
-__all__ = ["LONGEST_MATCH", "Continuations", "Datastore", "Nodes", "SuffixAutomaton", "unite"]
+__all__ = ["LONGEST_MATCH", "Datastore", "Nodes", "SuffixAutomaton", "unite"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stree.retrieval.continuations import Continuations, Nodes
+from stree.retrieval.continuations import Nodes
 
 __all__ = ["SuffixAutomaton"]
 
@@ -67,19 +67,17 @@ class SuffixAutomaton:
             state = int(self._edges[edge, self._numba.TARGET])
         return int(self._states[state, self._numba.COUNT]) if state else 0
 
-    def tree(self, max_nodes: int, min_match: int = 1, backoff: int = 3) -> Continuations:
-        """Return the most frequent continuations of the text's longest suffixes that occurred before.
+    def lay_out(self, nodes: Nodes, min_match: int = 1, backoff: int = 3) -> int:
+        """Write the most frequent continuations of the text's longest suffixes that occurred before.
 
         Args:
-            max_nodes: largest number of nodes, the root not counted.
+            nodes: is filled, as far as there are continuations.
             min_match: shortest suffix that may predict.
             backoff: largest number of suffixes used for one node.
-        """
-        nodes = Nodes.empty(max_nodes)
-        return nodes.below_root(self.lay_out(nodes, min_match, backoff))
 
-    def lay_out(self, nodes: Nodes, min_match: int = 1, backoff: int = 3) -> int:
-        """Write the tree of ``tree`` into ``nodes``, as large as fits; return its size, the root included."""
+        Returns:
+            The number of nodes, the root included.
+        """
         return int(self._numba.draft_from_automaton(self._arrays(), nodes, min_match, backoff))
 
     def _arrays(self) -> Any:

@@ -1,4 +1,4 @@
-"""A tree of likely continuations, as arrays for compiled code and as plain lists."""
+"""A tree of likely continuations, as arrays for compiled code."""
 
 from __future__ import annotations
 
@@ -6,30 +6,18 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-__all__ = ["Continuations", "Nodes"]
-
-
-class Continuations(NamedTuple):
-    """Nodes below a root, most probable first, so that a prefix of the lists is the tree of a smaller budget.
-
-    Attributes:
-        tokens: token of each node.
-        parents: 0 for the root, i for the i-th node; every parent comes before its children.
-        values: estimated probability of each node's path, at most its parent's.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    values: list[float]
+__all__ = ["Nodes"]
 
 
 class Nodes(NamedTuple):
     """Arrays of a tree, the root at index 0, padded to n nodes.
 
+    Nodes are most probable first, so that the first ones are the tree of a smaller budget, and parents come first.
+
     Attributes:
         tokens: int64[n]; 0 for padding.
         parents: int32[n]; -1 for the root and padding.
-        values: float64[n]; 1 for the root, 0 for padding.
+        values: float64[n], estimated probability of each node's path; 1 for the root, 0 for padding.
         depths: int32[n]; 0 for the root and padding.
     """
 
@@ -49,7 +37,3 @@ class Nodes(NamedTuple):
     def row(self, index: int) -> Self:
         """Return a view of one row of a batch."""
         return type(self)(*(array[index] for array in self))
-
-    def below_root(self, size: int) -> Continuations:
-        """List the nodes below the root of a tree of ``size`` nodes."""
-        return Continuations(*(array[1:size].tolist() for array in self[:3]))

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from stree.files import replacing
-from stree.retrieval.continuations import Continuations, Nodes
+from stree.retrieval.continuations import Nodes
 
 __all__ = ["Datastore"]
 
@@ -126,21 +126,19 @@ class Datastore:
             raise ValueError(f"datastore {str(path)!r} is damaged: its checksum differs; build it anew")
         return cls(*content, int(metadata["vocab_size"]), metadata.get("tokenizer", ""))
 
-    def tree(self, context: Sequence[int], max_nodes: int, min_match: int = 2) -> Continuations:
-        """Return the most frequent continuations of the longest suffix of a context that occurs in the store.
+    def lay_out(self, context: Sequence[int], nodes: Nodes, min_match: int = 2) -> int:
+        """Write the most frequent continuations of the longest suffix of a context that occurs in the store.
 
-        Values are estimated as in ``SuffixAutomaton.tree``, from the longest match and a match of half its length.
+        Values are estimated as in ``SuffixAutomaton.lay_out``, from the longest match and a match of half its length.
 
         Args:
             context: the text so far; its last 32 tokens are compared.
-            max_nodes: largest number of nodes, the root not counted.
+            nodes: is filled, as far as there are continuations.
             min_match: shortest match that may predict.
-        """
-        nodes = Nodes.empty(max_nodes)
-        return nodes.below_root(self.lay_out(context, nodes, min_match))
 
-    def lay_out(self, context: Sequence[int], nodes: Nodes, min_match: int = 2) -> int:
-        """Write the tree of ``tree`` into ``nodes``, as large as fits; return its size, the root included."""
+        Returns:
+            The number of nodes, the root included.
+        """
         from stree.retrieval import numba_datastore  # imports numba
 
         key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=np.int64)

@@ -80,7 +80,7 @@ def test_one_candidate_gives_the_greedy_text_and_two_do_not() -> None:
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_candidates_are_drawn_from_the_distribution_that_was_left_at_any_temperature(temperature: float) -> None:
     rng = Random(0, torch.arange(1), torch.ones(1, dtype=torch.long))
-    run = TargetInitDrafter(table_drafter(DRAFT)).start(4, [[0]], rng)
+    run = TargetInitDrafter(table_drafter(DRAFT).lm).start(4, [[0]], rng)
     growth, pending = TargetInit(1, 1).bind(Sampling(temperature)), torch.zeros(1, dtype=torch.long)
     run.propose(pending, growth, 3)
     left, nothing = torch.tensor([[0.1, 0.2, 0.3, 0.4]]), torch.zeros(1, 3, dtype=torch.int32)

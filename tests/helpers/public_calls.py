@@ -231,7 +231,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "Eagle2": (growth.Eagle2, {"depth": 2, "beam": 2}),
     "TargetInit": (growth.TargetInit, {"width": 2, "depth": 2}),
     "Calibrated": (growth.Calibrated, {"depth": 4, "ranks": 4}),
-    "Limited": (growth.Limited, {"base": Chain(2), "depth": 1}),
     "Stopped": (growth.Stopped, {"base": Chain(2), "rule": growth.Confidence(0.1)}),
     "DepthStop": (growth.DepthStop, {"base": Chain(2), "threshold": -1.0, "layers": (1,)}),
     "DecisionStop": (growth.DecisionStop, {"base": Chain(2), "threshold": 0.4}),

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.continuations import Continuations, tree_of
 from helpers.random_rows import random_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from stree.drafters import SuffixDrafter
-from stree.retrieval import Continuations, Datastore, Nodes, SuffixAutomaton, datastore, unite
+from stree.retrieval import Datastore, Nodes, SuffixAutomaton, datastore, unite
 
 VOCAB = 4
 documents = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=20), min_size=1, max_size=4).filter(any)
@@ -51,7 +52,7 @@ def paths(found: Continuations) -> list[tuple[int, ...]]:
 @settings(max_examples=60, deadline=None)
 @given(documents, contexts, st.integers(1, 30))
 def test_continuations_are_those_of_a_naive_search(texts: list[list[int]], context: list[int], most: int) -> None:
-    found = Datastore.build(texts, VOCAB).tree(context, most, min_match=1)
+    found = tree_of(Datastore.build(texts, VOCAB), most, context, min_match=1)
     assert len(found.tokens) <= most
     drafted = paths(found)
     assert len(set(drafted)) == len(drafted), "siblings differ"
@@ -69,12 +70,12 @@ def test_continuations_are_those_of_a_naive_search(texts: list[list[int]], conte
 
 
 def test_values_estimate_probabilities_and_no_match_runs_across_documents() -> None:
-    found = Datastore.build([[1, 2, 3], [1, 2, 3], [1, 2, 0]], VOCAB).tree([1, 2], 8)
+    found = tree_of(Datastore.build([[1, 2, 3], [1, 2, 3], [1, 2, 0]], VOCAB), 8, [1, 2])
     assert dict(zip(paths(found), found.values, strict=True)) == {
         (3,): pytest.approx(2 / 4),
         (0,): pytest.approx(1 / 4),
     }
-    assert Datastore.build([[1, 2], [3, 1]], VOCAB).tree([1, 2], 8, min_match=1).tokens == []
+    assert tree_of(Datastore.build([[1, 2], [3, 1]], VOCAB), 8, [1, 2], min_match=1).tokens == []
 
 
 def test_a_loaded_store_gives_the_trees_of_the_built_one(tmp_path: Path) -> None:
@@ -86,10 +87,10 @@ def test_a_loaded_store_gives_the_trees_of_the_built_one(tmp_path: Path) -> None
     assert (loaded.vocab_size, loaded.tokenizer, loaded.num_tokens) == (9, "abc", built.num_tokens)
     for text in texts:
         for end in range(1, len(text)):
-            assert loaded.tree(text[:end], 12) == built.tree(text[:end], 12)
+            assert tree_of(loaded, 12, text[:end]) == tree_of(built, 12, text[:end])
     assert [path.name for path in tmp_path.iterdir()] == ["some.store"]
     loaded.save(tmp_path / "again.store")
-    assert Datastore.load(tmp_path / "again.store").tree(texts[1][:9], 12) == built.tree(texts[1][:9], 12)
+    assert tree_of(Datastore.load(tmp_path / "again.store"), 12, texts[1][:9]) == tree_of(built, 12, texts[1][:9])
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_files_that_hold_no_store_are_refused(tmp_path: Path) -> None:
 def test_a_damaged_store_reads_and_drafts_nothing_outside_its_text_and_vocabulary(tmp_path: Path) -> None:
     text = [1, 2, 3, 1, 2, 3, 1, 2]
     whole = Datastore.build([text], 4)
-    assert 3 in whole.tree(text, 8).tokens
+    assert 3 in tree_of(whole, 8, text).tokens
     whole.save(tmp_path / "whole")
     parts = load_file(tmp_path / "whole")
     damaged = bytearray((tmp_path / "whole").read_bytes())
@@ -145,10 +146,10 @@ def test_a_damaged_store_reads_and_drafts_nothing_outside_its_text_and_vocabular
         save_file(held, tmp_path / "other.store", metadata=right if metadata is None else metadata)
         return Datastore.load(tmp_path / "other.store")
 
-    changed(order=np.full_like(parts["order"], 2**31)).tree(text, 8)  # nothing outside is read
+    tree_of(changed(order=np.full_like(parts["order"], 2**31)), 8, text)  # nothing outside is read
     wrong = parts["text"].view(">u4").copy()
     wrong[wrong == 3] = 70000
-    assert all(token < 4 for token in changed(text=wrong.view(np.uint8)).tree(text, 8).tokens)
+    assert all(token < 4 for token in tree_of(changed(text=wrong.view(np.uint8)), 8, text).tokens)
     for options in (
         {"order": np.array(1, dtype=np.uint32)},
         {"order": parts["order"].astype(np.int64)},
@@ -174,7 +175,7 @@ def merged(first: Continuations, second: Continuations, max_nodes: int) -> Conti
     for nodes, tree in zip(trees, (first, second), strict=True):
         nodes.tokens[1:], nodes.parents[1:], nodes.values[1:] = tree
     out = Nodes.empty(max_nodes)
-    return out.below_root(unite(trees[0], len(trees[0].tokens), trees[1], len(trees[1].tokens), out))
+    return Continuations.of(out, unite(trees[0], len(trees[0].tokens), trees[1], len(trees[1].tokens), out))
 
 
 def test_the_union_of_two_trees_keeps_the_best_nodes_of_both() -> None:
@@ -187,8 +188,8 @@ def test_the_union_of_two_trees_keeps_the_best_nodes_of_both() -> None:
 @settings(max_examples=100, deadline=None)
 @given(documents, contexts, st.integers(0, 12))
 def test_the_union_has_every_path_of_both_up_to_its_size(texts: list[list[int]], context: list[int], most: int) -> None:
-    own = SuffixAutomaton(context).tree(most)
-    other = Datastore.build(texts, VOCAB).tree(context, most)
+    own = tree_of(SuffixAutomaton(context), most)
+    other = tree_of(Datastore.build(texts, VOCAB), most, context)
     union = merged(own, other, most)
     whole = set(paths(own)) | set(paths(other))
     assert len(union.tokens) == min(most, len(whole))
@@ -213,7 +214,7 @@ def test_a_store_of_another_vocabulary_is_refused() -> None:
 
 
 def test_only_a_sample_of_many_occurrences_is_read() -> None:
-    found = Datastore.build([[1, 2, 3] * 500], 4).tree([1, 2], 3)
+    found = tree_of(Datastore.build([[1, 2, 3] * 500], 4), 3, [1, 2])
     assert found.tokens == [3, 1, 2]
     seen = datastore.MOST_OCCURRENCES
     assert found.values[0] == pytest.approx(seen / (seen + 1))  # of 500

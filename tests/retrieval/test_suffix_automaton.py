@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+from helpers.continuations import tree_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +35,7 @@ def test_the_automaton_counts_every_substring(text: list[int], more: list[int]) 
 @settings(max_examples=60, deadline=None)
 @given(texts, st.integers(0, 12), st.integers(1, 3))
 def test_continuations_are_tokens_that_followed_before(text: list[int], max_nodes: int, min_match: int) -> None:
-    tokens, parents, _ = SuffixAutomaton(text).tree(max_nodes, min_match)
+    tokens, parents, _ = tree_of(SuffixAutomaton(text), max_nodes, min_match=min_match)
     assert len(tokens) == len(parents) <= max_nodes
     paths: list[tuple[int, ...]] = [()]
     for token, parent in zip(tokens, parents, strict=True):
@@ -50,15 +51,15 @@ def test_continuations_are_tokens_that_followed_before(text: list[int], max_node
 @settings(max_examples=60, deadline=None)
 @given(texts)
 def test_the_tree_of_a_smaller_budget_is_the_beginning_of_that_of_a_larger(text: list[int]) -> None:
-    tokens, parents, _ = SuffixAutomaton(text).tree(16)
+    tokens, parents, _ = tree_of(SuffixAutomaton(text), 16)
     for size in range(16):
-        assert SuffixAutomaton(text).tree(size)[:2] == (tokens[:size], parents[:size])
+        assert tree_of(SuffixAutomaton(text), size)[:2] == (tokens[:size], parents[:size])
 
 
 @settings(max_examples=60, deadline=None)
 @given(texts.filter(bool))
 def test_the_longest_suffix_that_occurred_before_predicts(text: list[int]) -> None:
-    tokens, parents, _ = SuffixAutomaton(text).tree(40, backoff=1)
+    tokens, parents, _ = tree_of(SuffixAutomaton(text), 40, backoff=1)
     longest = next((size for size in range(len(text) - 1, 0, -1) if occurrences(text, tuple(text[-size:])) > 1), 0)
     # Several lengths with the same occurrences are one state, so any of them may be taken for the longest.
     followers = Counter(
@@ -74,7 +75,7 @@ def test_the_longest_suffix_that_occurred_before_predicts(text: list[int]) -> No
 
 def test_shorter_matches_share_the_escape_probability_of_a_longer_one() -> None:
     # After "1 2": 3; after "2" alone: 3 and 5.
-    tokens, parents, values = SuffixAutomaton([1, 2, 3, 9, 2, 5, 8, 1, 2]).tree(40)
+    tokens, parents, values = tree_of(SuffixAutomaton([1, 2, 3, 9, 2, 5, 8, 1, 2]), 40)
     by_token = {token: value for token, parent, value in zip(tokens, parents, values, strict=True) if parent == 0}
     left = 0.75 / 1.75
     assert by_token == pytest.approx({3: 1 / 1.75, 5: left / 3.5})

@@ -60,7 +60,7 @@ def test_so_it_does_with_a_random_and_with_an_adversarial_draft_model(name: str,
 def test_no_growth_is_left_out() -> None:
     public = [getattr(growths, name) for name in growths.__all__]
     policies = {one for one in public if isinstance(one, type) and hasattr(one, "plan") and hasattr(one, "bind")}
-    policies -= {growths.Growth, growths.Limited, growths.TargetInit}  # TargetInit is lossy
+    policies -= {growths.Growth, growths.TargetInit}  # TargetInit is lossy
     assert policies == {type(growth) for growth, _ in GROWTHS.values()}
 
 

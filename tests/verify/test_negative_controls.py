@@ -195,7 +195,7 @@ class Begun(Drafter):
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_longest_of_several_branches_that_begin_with_tokens_of_the_target(width: int) -> None:
-    drafter, growth = Begun(TargetInitDrafter(DRAFTER), TARGET_PROBS[0]), TargetInit(width, 1)
+    drafter, growth = Begun(TargetInitDrafter(DRAFTER.lm), TARGET_PROBS[0]), TargetInit(width, 1)
     trees = drafts_of(drafter, growth, 1 + 2 * width, PLAIN, VOCAB)
     emitted = torch.zeros(VOCAB**3, dtype=torch.float64)
 
