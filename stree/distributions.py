@@ -22,9 +22,7 @@ class Distributions:
     is_greedy: bool
     truncates: bool
     greedy_rows: Tensor | None
-
-    def _divisor(self) -> float | Tensor:
-        raise NotImplementedError
+    divisor: float | Tensor  # of logits: 1 in greedy rows of a batch
 
     def _limits(self, logits: Tensor) -> Sequence[Tensor]:
         """Return divisors, top-k, top-p and min-p, which broadcast with the logits."""
@@ -46,7 +44,7 @@ class Distributions:
         if self.truncates:
             probs = _truncated_probs(logits, self._limits(logits), out)
         else:
-            probs = softmax.probs(logits, self._divisor(), out)
+            probs = softmax.probs(logits, self.divisor, out)
         if self.greedy_rows is None:
             return probs
         is_greedy, best = per_row(self.greedy_rows, probs), logits.argmax(-1, keepdim=True)
@@ -61,7 +59,7 @@ class Distributions:
         """
         if self.truncates:
             return _truncated_probs(logits, self._limits(logits), out), None
-        return softmax.probs_and_norms(logits, 1.0 if self.is_greedy else self._divisor(), out)
+        return softmax.probs_and_norms(logits, 1.0 if self.is_greedy else self.divisor, out)
 
     def has_distribution(self, logits: Tensor) -> Tensor:
         """Return where float[..., vocab] logits define a distribution, bool[...]: no NaN, and no +inf unless greedy."""

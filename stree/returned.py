@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stree.kernels.checks import describe
 
-__all__ = ["check_kind", "check_returned", "wrong_return"]
+__all__ = ["check_kind", "check_returned", "is_ours", "wrong_return"]
 
 KINDS: dict[str, tuple[torch.dtype, ...]] = {
     "bool": (torch.bool,),
@@ -21,6 +21,11 @@ KINDS: dict[str, tuple[torch.dtype, ...]] = {
     "int32": (torch.int32,),
     "int64": (torch.int64,),
 }
+
+
+def is_ours(policy: object) -> bool:
+    """Whether the class of a policy is of this package, whose tests cover what it returns."""
+    return type(policy).__module__.startswith("stree.")
 
 
 def check_returned(

@@ -92,7 +92,9 @@ class Sampling(Distributions):
         top_p = math.inf if self.top_p in (None, 1) or self.is_greedy else float(self.top_p or 0)
         return top_k, top_p, 0.0 if self.is_greedy else float(self.min_p or 0)
 
-    def _divisor(self) -> float:
+    @property
+    def divisor(self) -> float:  # type: ignore[override]
+        """The temperature; see ``BatchSampling``."""
         return self.temperature
 
     def _limits(self, logits: Tensor) -> Sequence[Tensor]:
@@ -141,15 +143,18 @@ class BatchSampling(Distributions):
     Attributes:
         is_greedy: whether all sequences are greedy.
         temperature: float64[batch], 0 in greedy rows.
+        divisor: float64[batch], of the logits: 1 in greedy rows.
         truncates: whether top-k, top-p or min-p may exclude tokens in some sequence.
         greedy_rows: bool[batch], the rows of greedy sequences, or None where all sequences or none are greedy.
     """
+
+    divisor: Tensor
 
     def __init__(self, kinds: Collection[Sampling], batch: int, device: torch.device) -> None:
         is_greedy = {kind.is_greedy for kind in kinds}
         self.is_greedy, self.truncates = is_greedy == {True}, any(kind.truncates for kind in kinds)
         self.temperature = torch.zeros(batch, dtype=torch.float64, device=device)
-        self._divisors = torch.ones_like(self.temperature)
+        self.divisor = torch.ones_like(self.temperature)
         self._top_k = torch.full((batch,), NO_TOP_K, device=device)
         self._top_p, self._min_p = torch.full_like(self.temperature, math.inf), torch.zeros_like(self.temperature)
         self.greedy_rows: Tensor | None = None
@@ -175,7 +180,7 @@ class BatchSampling(Distributions):
             raise ValueError(f"{self} does not serve {sampling}")
         if self.greedy_rows is not None:
             self.greedy_rows[row] = sampling.is_greedy
-        self.temperature[row], self._divisors[row] = sampling.temperature, sampling.temperature or 1.0
+        self.temperature[row], self.divisor[row] = sampling.temperature, sampling.temperature or 1.0
         self._top_k[row], self._top_p[row], self._min_p[row] = sampling.limits
 
     def select(self, rows: Tensor) -> BatchSampling:
@@ -186,11 +191,8 @@ class BatchSampling(Distributions):
         )
         return other
 
-    def _divisor(self) -> Tensor:
-        return self._divisors
-
     def _limits(self, logits: Tensor) -> Sequence[Tensor]:
-        return [per_row(part, logits) for part in (self._divisors, self._top_k, self._top_p, self._min_p)]
+        return [per_row(part, logits) for part in (self.divisor, self._top_k, self._top_p, self._min_p)]
 
 
 AnySampling = Sampling | BatchSampling

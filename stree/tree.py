@@ -14,6 +14,8 @@ from stree.kernels.tree_indices import ancestor_mask, prune
 
 __all__ = ["TokenTree", "checks_everywhere"]
 
+FIELDS = ("tokens", "parents", "depths", "ancestor_mask")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
@@ -59,7 +61,10 @@ class TokenTree:
         if tokens.shape[1] == 0:
             raise ValueError("a tree must have at least its root, got 0 nodes")
         # Copies, so that a later change of the caller's tensors cannot invalidate the checks and the derived fields.
-        _fill(self, tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True), None, None)
+        copies = tokens.to(torch.int64, copy=True), parents.to(torch.int32, copy=True)
+        mask = ancestor_mask(copies[1])
+        for name, value in zip(FIELDS, (*copies, mask.sum(-1, dtype=torch.int32) - 1, mask), strict=True):
+            object.__setattr__(self, name, value)
         if checks_values(parents):
             if bool((wrong := self.parents != parents).any()):  # an int64 that wrapped around
                 raise ValueError(f"parents must be int32, got {int(parents[wrong][0])}")
@@ -77,9 +82,10 @@ class TokenTree:
             depths: int32[batch, n], or None to derive them.
             mask: bool[batch, n, n], or None to derive it.
         """
-        tree = object.__new__(cls)
-        _fill(tree, tokens, parents, depths, mask)
-        object.__setattr__(tree, "is_checked", False)
+        tree, mask = object.__new__(cls), ancestor_mask(parents) if mask is None else mask
+        depths = mask.sum(-1, dtype=torch.int32) - 1 if depths is None else depths
+        for name, value in zip((*FIELDS, "is_checked"), (tokens, parents, depths, mask, False), strict=True):
+            object.__setattr__(tree, name, value)
         if checks_everywhere():
             tree.check()
         return tree
@@ -173,13 +179,3 @@ def _as_batch(name: str, value: Tensor | Sequence[int]) -> Tensor:
     if tensor.dim() not in (1, 2):
         raise ValueError(f"{name} must be [n] or [batch, n], got {[*tensor.shape]}")
     return tensor[None] if tensor.dim() == 1 else tensor
-
-
-def _fill(tree: TokenTree, tokens: Tensor, parents: Tensor, depths: Tensor | None, mask: Tensor | None) -> None:
-    """Set the fields of a frozen tree and derive the missing ones."""
-    if mask is None:
-        mask = ancestor_mask(parents)
-    if depths is None:
-        depths = mask.sum(-1, dtype=torch.int32) - 1
-    for name, value in (("tokens", tokens), ("parents", parents), ("depths", depths), ("ancestor_mask", mask)):
-        object.__setattr__(tree, name, value)

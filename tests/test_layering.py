@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "stree.heads": {"stree.models"},
     "stree.growth": BOTTOM,
     "stree.verify": BOTTOM,
-    "stree.retrieval": {"stree.files", "stree.kernels"},
+    "stree.retrieval": {"stree.checks", "stree.files", "stree.kernels"},
     "stree.drafters": POLICIES,
     "stree.budget": {"stree.growth"},
     "stree.decode": LOOP,

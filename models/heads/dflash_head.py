@@ -65,12 +65,6 @@ class BlockCache:
         """Empty some contexts."""
         self.lengths[torch.tensor(rows, device=self.lengths.device)] = 0
 
-    def copy_from(self, other: BlockCache) -> None:
-        """Take over the contexts of a smaller cache."""
-        room = other.keys.shape[3]
-        self.keys[:, :, :, :room], self.values[:, :, :, :room] = other.keys, other.values
-        self.lengths.copy_(other.lengths)
-
 
 @dataclass(frozen=True, slots=True)
 class BlockSlots:

@@ -29,19 +29,18 @@ class BatchGrammars:
         batch: rows.
         vocab_size: of the logits.
         device: of the logits.
+
+    Attributes:
+        is_active: whether a running sequence has a grammar.
     """
 
     def __init__(self, batch: int, vocab_size: int, device: torch.device) -> None:
         self._rows: list[_Row | None] = [None] * batch
+        self.is_active = False
         self._vocab_size, self._device = vocab_size, device
         bits = torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device) & 1
         self._bits = bits.to(torch.uint8).view(torch.int64).flatten()  # eight bools for each byte
         self._allowed = torch.empty(batch, 0, 0, dtype=torch.uint8, device=device)  # bits of the masks of trees
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a running sequence has a grammar."""
-        return any(self._rows)
 
     @property
     def problems(self) -> dict[int, Exception]:
@@ -49,17 +48,14 @@ class BatchGrammars:
         rows = enumerate(self._rows)
         return {row: own.problem for row, own in rows if own is not None and own.problem is not None}
 
-    def empty(self, batch: int) -> BatchGrammars:
-        """Return grammars of another number of rows, none of which has begun."""
-        return BatchGrammars(batch, self._vocab_size, self._device)
-
     def begin(self, row: int, grammar: CompiledGrammar | None, prompt_length: int) -> None:
         """Use another grammar, or none, for a row, whose prompt has so many tokens."""
         self._rows[row] = None if grammar is None else _Row(grammar, prompt_length)
+        self.is_active = any(self._rows)
 
     def end(self, row: int) -> None:
         """Drop the grammar of a row whose sequence has ended."""
-        self._rows[row] = None
+        self.begin(row, None, 0)
 
     def advance(self, seen: Seen) -> None:
         """Take the tokens that the texts have now, pending ones included."""

@@ -53,10 +53,6 @@ class BatchTokenRules:
         """Bytes of all that is kept between steps."""
         return sum(part.nbytes for part in vars(self).values() if isinstance(part, Tensor))
 
-    def empty(self, batch: int) -> BatchTokenRules:
-        """Return rules of another number of rows, none of which has begun."""
-        return BatchTokenRules(batch, self._vocab_size, self._device)
-
     def begin(self, row: int, rules: TokenRules, prompt_length: int) -> None:
         """Write the rules of the sequence that a row holds from now on, in place."""
         self._use(row, rules.parts)
@@ -109,7 +105,7 @@ class BatchTokenRules:
         """
         if not self.parts:
             return logits
-        own = self.empty(0)
+        own = BatchTokenRules(0, self._vocab_size, self._device)
         own.parts, own._numbers = self.parts, self._numbers[rows]
         own._bias, own._is_stop, own._words = (
             None if part is None else part[rows] for part in (self._bias, self._is_stop, self._words)

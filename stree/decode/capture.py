@@ -104,14 +104,13 @@ class GraphCapture(Capture):
 
     Args:
         recorder: captures them.
-        most: graphs that are kept.
 
     Attributes:
         problems: why kinds of work cannot be captured; they run without graphs.
     """
 
-    def __init__(self, recorder: Recorder, most: int = MOST_GRAPHS) -> None:
-        self._recorder, self._most, self.lock = recorder, most, recorder.lock
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self.lock = recorder, recorder.lock
         self._kinds: OrderedDict[str, _Kind] = OrderedDict()
         self._version = 0  # of the drafter's tensors that the graphs read and write
         self._inputs: _DraftInputs | None = None
@@ -188,7 +187,7 @@ class GraphCapture(Capture):
     def _capture(self, name: str, kind: _Kind, capture: Callable[[], tuple[Graph, Any]]) -> None:
         """Capture a kind of work; a failure is logged, and the kind is not tried again."""
         captured = [other for other, known in self._kinds.items() if known.graph is not None]
-        if len(captured) >= self._most:
+        if len(captured) >= MOST_GRAPHS:
             del self._kinds[captured[0]]
         before = self._recorder.allocated()
         self.is_capturing = True

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from stree.drafters import Drafter
 from stree.growth import Growth, Stop
+from stree.returned import is_ours
 from stree.verify import Verifier
 
 __all__ = ["is_own", "losslessness"]
@@ -28,7 +29,7 @@ def is_own(policy: Any) -> bool:
     if policy is None:
         return True
     held = [part for part in getattr(policy, "__dict__", {}).values() if _is_policy(part)]
-    return type(policy).__module__.partition(".")[0] == "stree" and all(map(is_own, held))
+    return is_ours(policy) and all(map(is_own, held))
 
 
 def _is_policy(part: Any) -> bool:

@@ -80,32 +80,21 @@ class TreeProcessing:
     """Processes the logits of trees and of first tokens with the texts that end there, for target and draft model.
 
     Args:
-        processor: called with the nodes of one depth; None: all logits stay as rules and grammars leave them.
-        rules: applied before it, to all nodes at once; or None.
-        grammars: applied between them; or None.
+        processor: called with the nodes of one depth, after token rules and grammars; None: logits stay as these leave
+            them.
+        batch: rows.
+        vocab_size: of the logits.
+        device: of the logits.
     """
 
-    def __init__(
-        self, processor: NodeProcessor | None, rules: BatchTokenRules | None = None,
-        grammars: BatchGrammars | None = None,
-    ) -> None:  # fmt: skip
-        self._processor, self._rules = processor, rules
-        self._grammars = grammars or BatchGrammars(0, 0, torch.device("cpu"))
-
-    @classmethod
-    def of(cls, processor: NodeProcessor | None, batch: int, vocab_size: int, device: torch.device) -> TreeProcessing:
-        """Return the processing of a batch that has processors, rules and grammars."""
-        return cls(processor, BatchTokenRules(batch, vocab_size, device), BatchGrammars(batch, vocab_size, device))
+    def __init__(self, processor: NodeProcessor | None, batch: int, vocab_size: int, device: torch.device) -> None:
+        self._processor, self._sizes = processor, (vocab_size, device)
+        self._rules, self._grammars = BatchTokenRules(batch, *self._sizes), BatchGrammars(batch, *self._sizes)
 
     @property
     def key(self) -> tuple[str, ...]:
         """Parts of the key of captured steps."""
-        return (*(() if self._rules is None else self._rules.key), *("with a grammar",) * self.reads_trees)
-
-    @property
-    def reads_trees(self) -> bool:
-        """Whether the host reads each tree before it is verified, for the masks of a grammar."""
-        return self._grammars.is_active
+        return (*self._rules.key, *("with a grammar",) * self._grammars.is_active)
 
     @property
     def problems(self) -> dict[int, Exception]:
@@ -114,40 +103,36 @@ class TreeProcessing:
 
     def of_rows(self, count: int) -> TreeProcessing:
         """Return the same for another number of rows, none of which has begun."""
-        rules = None if self._rules is None else self._rules.empty(count)
-        return TreeProcessing(self._processor, rules, self._grammars.empty(count))
+        return TreeProcessing(self._processor, count, *self._sizes)
 
     def begin(
         self, row: int, processors: Sequence[LogitsProcessor], rules: TokenRules, grammar: CompiledGrammar | None,
         prompt_length: int,
     ) -> None:  # fmt: skip
         """Use other processors, rules and another grammar for a row, whose prompt has so many tokens."""
-        if self._rules is not None:
-            self._rules.begin(row, rules, prompt_length)
+        self._rules.begin(row, rules, prompt_length)
         self._grammars.begin(row, grammar, prompt_length)
         if self._processor is not None:
             self._processor.begin(row, processors)
 
     def end(self, row: int) -> None:
         """Leave out the rules and the grammar of a row whose sequence has ended."""
-        if self._rules is not None:
-            self._rules.end(row)
+        self._rules.end(row)
         self._grammars.end(row)
 
     def advance(self, seen: Seen) -> bool:
         """Take up the texts as a step finds them; return whether the host reads its tree: see ``lay_out``."""
         self._grammars.advance(seen)
-        return self.reads_trees
+        return self._grammars.is_active
 
     def lay_out(self, seen: Seen, tree: TokenTree, most_nodes: int) -> None:
         """Make the masks of a tree for ``target``, in memory for ``most_nodes`` or more, where the host reads trees."""
-        if self.reads_trees:
+        if self._grammars.is_active:
             self._grammars.lay_out(seen.lengths, tree, most_nodes)
 
     def first(self, texts: Texts, rows: Tensor, logits: Tensor) -> Tensor:
         """Process float[count, vocab] logits of what follows the prompts of int64[count] rows."""
-        if self._rules is not None:
-            logits = self._rules.first(texts.tokens, rows, texts.lengths[rows], logits)
+        logits = self._rules.first(texts.tokens, rows, texts.lengths[rows], logits)
         logits = self._grammars.first(rows, logits)
         if self._processor is None:
             return logits
@@ -164,21 +149,17 @@ class TreeProcessing:
         excludes is left as it is: the target cannot accept it, so the processor is not called with a text that it has
         excluded.
         """
-        if self._rules is not None:
-            logits = self._rules(seen.tokens, seen.lengths, tree, logits)
-        logits = self._grammars.verified(logits)
+        logits = self._grammars.verified(self._rules(seen.tokens, seen.lengths, tree, logits))
         if self._processor is None:
             return logits
         return _process(self._processor, seen.tokens, seen.lengths, tree, logits, is_target=True)
 
-    def draft(self, seen: Seen) -> TreeProcessor | None:
+    def draft(self, seen: Seen) -> TreeProcessor:
         """Return what processes a draft model's logits; they stay its own where no token would be left."""
         processor, rules, grammars = self._processor, self._rules, self._grammars
-        if processor is None and rules is None:
-            return None
 
         def process(tree: TokenTree, logits: Tensor) -> Tensor:
-            if rules is not None and rules.parts:
+            if rules.parts:
                 logits = _unless_none_is_left(rules(seen.tokens, seen.lengths - 1, tree, logits), logits)
             if grammars.is_active:
                 logits = _unless_none_is_left(grammars.drafted(seen.lengths - 1, tree, logits), logits)
@@ -208,7 +189,7 @@ class TreeProcessing:
         Raises:
             ValueError: there is one.
         """
-        if self._processor is None and not self.reads_trees:
+        if self._processor is None and not self._grammars.is_active:
             return
         is_kept = torch.arange(path.shape[1], device=path.device) < lengths[:, None]
         is_end = (_leaves_none(logits).gather(1, path.clamp(min=0).long()) & is_kept).any(1)
@@ -221,7 +202,7 @@ class TreeProcessing:
         """Raise where there are rows whose logits exclude every token."""
         if len(rows):
             whose = "the target" if self._processor is None else "the logits processor"
-            whose = f"{whose}, or its grammar," if self.reads_trees else whose
+            whose = f"{whose}, or its grammar," if self._grammars.is_active else whose
             raise ValueError(f"{whose} leaves no token to draw in rows {rows.unique().tolist()}")
 
 

@@ -76,7 +76,7 @@ class DecodeStep:
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
         batch, device = len(state.lengths), state.lengths.device
-        self.processing = TreeProcessing.of(processor, batch, lm.vocab_size, device)
+        self.processing = TreeProcessing(processor, batch, lm.vocab_size, device)
         self.capture = capture or Capture()
         self.texts = Texts.empty(batch, max_length, most_stops, device, limits_nodes=limits_nodes)
         self.seen = Seen.of(self.texts)

@@ -46,7 +46,9 @@ class BlockState(FeatureState):
 
     def run_prompts(self) -> None:
         """Allocate the context, unless there is one; ``catch_up`` fills it."""
-        self._reserve(self._max_length or 2 * max(map(len, self.prompts)) + 1024)
+        if self._state is None:
+            self._state = cast(DecodeState, BlockCache(self.head, len(self.prompts), self.max_length))
+            self.version += 1
 
     def reserve_nodes(self, nodes: int) -> None:
         """Do nothing: a context has room for a block, and nodes take none."""
@@ -61,14 +63,14 @@ class BlockState(FeatureState):
         if draft.grown is None:
             self._put(features, acceptance.path_lengths.long())
         else:
-            self._append(features, acceptance.path_lengths)
+            self.head.append(self._cache, features, acceptance.path_lengths)
 
     def catch_up(self, seen: Seen) -> int:
         """Append what is queued; projections are no draft call."""
         if self.most_behind:
             most = host_bound(self._number, self.most_behind, waits=self._is_united)
             if most:
-                self._append(self._queue[:, :most], self._number)
+                self.head.append(self._cache, self._queue[:, :most], self._number)
             self._number.zero_()
             self.most_behind = 0
         return 0
@@ -86,22 +88,6 @@ class BlockState(FeatureState):
         if first == 0:
             self._slots = self.head.slots(self._cache, tree.tokens[:, 0])
         return self.head.node_logits(self._slots, tree.depths[:, first:], tree.tokens[:, first:])
-
-    def _append(self, features: Tensor, count: Tensor) -> None:
-        """Append the first int[batch] of float[batch, n, num_features] features to the context."""
-        if self._max_length is None:
-            self._reserve(int(self._cache.lengths.max()) + features.shape[1])
-        self.head.append(self._cache, features, count)
-
-    def _reserve(self, length: int) -> None:
-        """Allocate room for contexts of this length."""
-        if self._state is not None and length <= self._state.max_length:
-            return
-        larger = BlockCache(self.head, len(self.prompts), length if self._max_length else 2 * length)
-        if self._state is not None:
-            larger.copy_from(self._cache)
-        self._state = cast(DecodeState, larger)
-        self.version += 1
 
 
 def within_block(plan: Plan, depth: int) -> Plan:

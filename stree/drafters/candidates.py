@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from stree.drafters.draws import Draws
+from stree.drafters.draws import Candidates, Draws
 from stree.growth import Plan
 from stree.growth.plan import Drawing
 from stree.sampling import MAX_RANKS, AnySampling, Random
@@ -17,18 +17,6 @@ from stree.sampling import MAX_RANKS, AnySampling, Random
 __all__ = [
     "CandidateSource", "Candidates", "IndependentDraws", "Offered", "by_kind", "candidate_source", "top_candidates",
 ]  # fmt: skip
-
-
-class Candidates(NamedTuple):
-    """Candidate children of some nodes.
-
-    Attributes:
-        tokens: int64[batch, rows, count], by rank.
-        probs: float[batch, rows, count], under the distribution that was passed in: 0 where there is no child.
-    """
-
-    tokens: Tensor
-    probs: Tensor
 
 
 class Offered(NamedTuple):
@@ -55,7 +43,7 @@ class Offered(NamedTuple):
 class CandidateSource(Protocol):
     """Takes candidates from the distributions below the nodes of one growing tree."""
 
-    def __call__(self, dist: Tensor, first: int, count: int) -> Candidates:
+    def __call__(self, dist: Tensor, first: int, count: int, /) -> Candidates:
         """Return candidates of every row.
 
         Args:
@@ -77,10 +65,12 @@ def candidate_source(drawing: Drawing, rng: Random, plan: Plan, sampling: AnySam
     most = max((layer.ranks for layer in plan.layers), default=0)
     draw = IndependentDraws(rng) if drawing == "independent" else Draws(rng, num_nodes, most).draw
 
+    if sampling.greedy_rows is None:
+        return draw
+    is_greedy = sampling.greedy_rows[:, None, None]
+
     def candidates(dist: Tensor, first: int, count: int) -> Candidates:
-        if sampling.greedy_rows is None:
-            return Candidates(*draw(dist, first, count))
-        is_greedy, likeliest = sampling.greedy_rows[:, None, None], top_candidates(dist, first, count)
+        likeliest = top_candidates(dist, first, count)
         pairs = zip(likeliest, draw(dist, first, count), strict=True)
         return Candidates(*(torch.where(is_greedy, best, drawn) for best, drawn in pairs))
 

@@ -27,6 +27,7 @@ __all__ = ["DraftState", "Grown"]
 
 CHUNK = 32  # most tokens of a chain by which a model catches up
 MAX_NODES = 66  # of a state's trees, where the largest tree is not known beforehand
+ROOM = 4096  # tokens behind the longest prompt, where no step has bounded the texts' lengths
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +82,11 @@ class DraftState:
         return self._state
 
     @property
+    def max_length(self) -> int:
+        """Most tokens of a text."""
+        return max(map(len, self.prompts)) + ROOM if self._max_length is None else self._max_length
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self._lm.device
@@ -107,10 +113,8 @@ class DraftState:
     def run_prompts(self) -> None:
         """Run the prompts, unless they were run; plain decoding never needs them."""
         if self._state is None:
-            batch, longest = len(self.prompts), max(map(len, self.prompts))
-            length = max(self._max_length or 2 * longest + 1024, longest)
             nodes = MAX_NODES if self.max_nodes is None else max(self.max_nodes, CHUNK + 1)
-            self._state = self._lm.new_state(batch, length, nodes)
+            self._state = self._lm.new_state(len(self.prompts), self.max_length, nodes)
             self._state.fixed_shapes = fixes_shapes(self._state.lengths)
             self._prefill()
 
@@ -130,9 +134,6 @@ class DraftState:
         self._empty(rows, prompts)
         if self._state is None:
             return
-        longest = max(map(len, prompts))
-        if longest > self._state.max_length:
-            self._resize(2 * longest, self._state.max_nodes)
         if len(rows) == len(self.prompts) and prefixes is None:
             return self._prefill()
         for row, prompt in zip(rows, prompts, strict=True):
@@ -170,12 +171,10 @@ class DraftState:
         self._max_length = max_length
 
     def reserve_nodes(self, nodes: int) -> None:
-        """Make the state larger where a tree of ``nodes``, or a text of unknown length, needs it."""
-        state = self.decode_state
-        length = state.length_bound + nodes if self._max_length is None else self._max_length
-        if length > state.max_length or nodes > state.max_nodes:
-            longer = 2 * length if length > state.max_length else 0
-            self._resize(max(state.max_length, longer), max(nodes, state.max_nodes))
+        """Make the state larger where a tree of ``nodes`` needs it."""
+        if nodes > self.decode_state.max_nodes:
+            self._state = self.decode_state.resized(self.decode_state.max_length, nodes)
+            self.version += 1
 
     def follow(self, draft: Draft, acceptance: Acceptance) -> None:
         """Advance the state by what was run; what was not is run before the next tree."""
@@ -213,8 +212,3 @@ class DraftState:
         self.last_logits = logits.take_along_dim(count.view(-1, 1, 1), 1)[:, 0]
         path = place.to(torch.int32).expand(len(count), -1)
         self._lm.commit(state, path, count.to(torch.int32))
-
-    def _resize(self, max_length: int, max_nodes: int) -> None:
-        """Replace the state by a larger copy."""
-        self._state = self.decode_state.resized(max_length, max_nodes)
-        self.version += 1

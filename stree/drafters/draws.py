@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -12,10 +14,22 @@ from stree.kernels.tiles import padded
 from stree.sampling import MAX_RANKS, Random
 from stree.verify import DELTA, INDEPENDENT, SAMPLED, DraftProbs
 
-__all__ = ["Draws", "draft_probs"]
+__all__ = ["Candidates", "Draws", "draft_probs"]
 
 # Draws without replacement stop when this share of a distribution is left: float64 sums would not be exact enough.
 LEAST_MASS = 2.0**-20
+
+
+class Candidates(NamedTuple):
+    """Candidate children of some nodes.
+
+    Attributes:
+        tokens: int64[batch, rows, count], by rank.
+        probs: float[batch, rows, count], under the distribution that was passed in: 0 where there is no child.
+    """
+
+    tokens: Tensor
+    probs: Tensor
 
 
 class Draws:
@@ -37,7 +51,7 @@ class Draws:
             rows = len(rng.positions)
             self._numbers = rng.uniform("draft", offset.expand(rows, -1, -1), node[:, :num_nodes].expand(rows, -1, -1))
 
-    def draw(self, probs: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    def draw(self, probs: Tensor, first: int, count: int) -> Candidates:
         """Draw children one after the other, each from the distribution without the earlier ones.
 
         Args:
@@ -46,12 +60,12 @@ class Draws:
             count: draws per row.
 
         Returns:
-            int64[batch, rows, count] tokens in draw order, and float[batch, rows, count] their probabilities under
-            ``probs``; 0, with a meaningless token, once LEAST_MASS or less of the distribution is left.
+            The tokens in draw order; their probabilities are 0, and the tokens meaningless, once LEAST_MASS or less of
+            the distribution is left.
         """
         rows = probs.shape[1]
         if self._numbers is not None:
-            return draw_distinct(probs, self._numbers[:, first : first + rows, :count], least=LEAST_MASS)
+            return Candidates(*draw_distinct(probs, self._numbers[:, first : first + rows, :count], least=LEAST_MASS))
         tokens, drawn = [], []
         node = torch.arange(first, first + rows, device=probs.device).expand(probs.shape[:2]) * MAX_RANKS
         least = LEAST_MASS * probs.sum(-1, keepdim=True)
@@ -60,7 +74,7 @@ class Draws:
             tokens.append(token)
             drawn.append(probs.gather(-1, token) * (probs.sum(-1, keepdim=True) > least))
             probs = probs.scatter(-1, token, 0.0)
-        return torch.cat(tokens, -1), torch.cat(drawn, -1)
+        return Candidates(torch.cat(tokens, -1), torch.cat(drawn, -1))
 
 
 @constant

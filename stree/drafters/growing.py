@@ -11,7 +11,6 @@ from torch import Tensor
 from stree.drafters.candidates import Candidates, by_kind, candidate_source
 from stree.drafters.tree_builder import GrownTree
 from stree.growth import AcceptanceModel, KeptSlots, Plan, Slots, choose_slots
-from stree.growth.acceptance_model import decided, rated
 from stree.sampling import MAX_RANKS, AnySampling, Random
 
 __all__ = ["grow_heap", "grow_layers"]
@@ -54,17 +53,17 @@ def grow_layers(
             buffer = probs_buffer(logits) if buffer is None else buffer
             probs, norms = sampling.draft_probs(logits, out=buffer[:, used : used + logits.shape[1]])
             used += logits.shape[1]
-        goes_on = decided(acceptance_model, "draws", grown.frontier_value, probs)
+        goes_on = acceptance_model.draws(grown.frontier_value, probs)
         values = grown.frontier_value if goes_on is None else grown.frontier_value * goes_on[:, None]
         candidates = candidates_of(probs, grown.frontier_number, layer.ranks)
         offered.append(candidates)
         context = grown.context(candidates.tokens)
-        priority, value = rated(acceptance_model, Slots(values, candidates.probs, probs, norms, context))
+        priority, value = acceptance_model.rate(Slots(values, candidates.probs, probs, norms, context))
         left, layers_left = None if plan.is_pruned else grown.left, len(plan.layers) - depth
         slots, is_taken = choose_slots(layer, priority.flatten(1), left, plan.threshold, layers_left)
         if not grown.add(layer, slots, is_taken, candidates, value):
             break
-        goes_on = decided(acceptance_model, "goes_on", grown.frontier_value)
+        goes_on = acceptance_model.goes_on(grown.frontier_value)
         kept_slots.append(acceptance_model.keep(slots[:, : grown.frontier_value.shape[1]]))
         if goes_on is not None and not grown.stop(goes_on):
             break

@@ -51,8 +51,7 @@ class HeadState(FeatureState):
     def run_prompts(self) -> None:
         """Allocate the cache, unless there is one; ``catch_up`` runs the prompts."""
         if self._state is None:
-            length = self._max_length or 2 * max(map(len, self.prompts)) + 1024
-            self._state = self.head.new_state(len(self.prompts), length, max(self.max_nodes or 0, CHUNK + 1))
+            self._state = self.head.new_state(len(self.prompts), self.max_length, max(self.max_nodes or 0, CHUNK + 1))
             self._state.fixed_shapes = fixes_shapes(self._state.lengths)
 
     def select(self, rows: Tensor, prompts: list[Sequence[int]] | None = None) -> Self:

@@ -19,12 +19,13 @@ from stree.drafters.merge import keep_best, keep_first, missed_nodes, on_own_nod
 from stree.drafters.none import root_only
 from stree.drafters.own_texts import OwnTexts
 from stree.drafters.tree_builder import GrownTree, columns_run, num_run
-from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Plan, Proposal, learns_alike
+from stree.growth import AcceptanceModel, Calibrated, Growth, KeptSlots, Plan, Proposal, Stop, learns_alike
+from stree.growth.stops import StoppedModel
 from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
-from stree.returned import check_kind
+from stree.returned import check_kind, is_ours
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -87,7 +88,8 @@ class ModelRun(DraftRun):
     def __init__(self, state: DraftState, rng: Random) -> None:
         self.state, self.rng = state, rng
         self._most_run = 0  # nodes of a tree to come that are run, where that is known
-        self._growth: Growth | None = None  # the one that the acceptance model belongs to
+        self._growth: Growth | None = None  # the one that the acceptance model and the plans belong to
+        self._plans: dict[int, Plan] = {}  # by budget
         self._own: OwnTexts | None = None  # of a run that is used alone
         self._probs: Tensor | None = None  # memory for the distributions of a step
         # Nodes of the next budget that others fill.
@@ -125,10 +127,8 @@ class ModelRun(DraftRun):
             values = torch.ones_like(seen.pending[:, None], dtype=torch.float32)
             self.draft = Draft(root_only(seen.pending), None, 0, values=values)
             return self.draft
-        plan = growth.plan(budget)
-        check_kind(growth, "plan", plan, Plan, "a stree.growth.Plan")
-        plan = self.state.fitted(plan)
         self._use(growth)
+        plan = self._plan(growth, budget)
         self.state.reserve_nodes(columns_run(plan))
         self.rng = self.rng.at(seen.lengths)
         self.acceptance_model.begin(plan, self.rng)
@@ -158,6 +158,14 @@ class ModelRun(DraftRun):
             offered=Offered(tuple(offered), nodes.rows) if offered else None,
         )  # fmt: skip
         return self.draft
+
+    def _plan(self, growth: Growth, budget: int) -> Plan:
+        """Return the plan of the growth in use for a budget, which is made once."""
+        if budget not in self._plans:
+            plan = growth.plan(budget)
+            check_kind(growth, "plan", plan, Plan, "a stree.growth.Plan")
+            self._plans[budget] = self.state.fitted(plan)
+        return self._plans[budget]
 
     def _left(self, plan: Plan, seen: Seen) -> Tensor:
         """Return how many nodes each row's tree may grow: int64[batch]."""
@@ -230,18 +238,16 @@ class ModelRun(DraftRun):
         other = copy(self)
         other.state, other.rng, other._left_out = self.state.select(rows, prompts), rng, self._left_out[rows]
         if self._growth is not None:
-            model = other.acceptance_model = self.acceptance_model.select(rows)
-            check_kind(self.acceptance_model, "select", model, AcceptanceModel, "a stree.growth.AcceptanceModel")
+            other.acceptance_model = self.acceptance_model.select(rows)
         other._probs, other._own = None, None if self._own is None else self._own.select(rows)
         return other
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:
         """Note the sizes of the state; with ``begins`` allocate it and run the prompts."""
-        if growth is not None:
-            self._use(growth)
+        growth = ModelDrafter.default_growth if growth is None else growth
+        self._use(growth)
         if budget > 1:
-            growth = ModelDrafter.default_growth if growth is None else growth
-            largest = self.state.fitted(growth.plan(budget))
+            largest = self._plan(growth, budget)
             self._most_run, self.state.max_nodes = num_run(largest), columns_run(largest)
         self.state.reserve_length(max_length)
         if begins:
@@ -252,11 +258,12 @@ class ModelRun(DraftRun):
         if growth is self._growth:
             return
         if self._growth is None or not learns_alike(growth, self._growth):
-            model = self.acceptance_model = growth.acceptance_model(len(self.state.prompts), self.state.device)
+            model = growth.acceptance_model(len(self.state.prompts), self.state.device)
             check_kind(growth, "acceptance_model", model, AcceptanceModel, "a stree.growth.AcceptanceModel")
+            self.acceptance_model = model if is_ours(model) else StoppedModel(model, Stop())  # it checks what returns
             self._read_prompts(range(len(self.state.prompts)))
             self.state.version += 1
-        self._growth = growth
+        self._growth, self._plans = growth, {}
 
     def _read_prompts(self, rows: Sequence[int]) -> None:
         """Let the acceptance model read the prompts of some rows."""

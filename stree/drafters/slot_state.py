@@ -77,12 +77,8 @@ class SlotState(HeadState):
         return plan
 
     def reserve_nodes(self, nodes: int) -> None:
-        """Make the state larger where the blocks of a tree, or a text of unknown length, need it."""
-        slots, state = self.head.num_slots, self.decode_state
-        length = state.length_bound + slots * nodes if self._max_length is None else state.max_length
-        columns = self.head.num_columns(nodes)
-        if length > state.max_length or columns > state.max_nodes:
-            self._resize(max(state.max_length, 2 * length * (length > state.max_length)), max(columns, state.max_nodes))
+        """Make the state larger where the blocks of a tree need it."""
+        super().reserve_nodes(self.head.num_columns(nodes))
 
     def num_calls(self, num_scored: int) -> int:
         """Count the calls for blocks; there are none for the layers that go on along them."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +15,11 @@ from torch import Tensor
 from stree.growth.plan import Plan
 from stree.kernels.tree_growth.operands import Children, Kept, Words
 from stree.kernels.tree_growth.reference import spent_before
-from stree.returned import check_returned, wrong_return
 from stree.sampling import Random
 from stree.tree import TokenTree
 
 __all__ = [
-    "AcceptanceModel", "DraftProbability", "KeptSlots", "PathProbability", "Proposal", "Slots", "decided", "rated",
-    "spent_before",
+    "AcceptanceModel", "DraftProbability", "KeptSlots", "PathProbability", "Proposal", "Slots", "spent_before",
 ]  # fmt: skip
 
 KeptSlots = Sequence[Kept | None]  # what a model returned from ``keep``, layer by layer
@@ -168,35 +165,3 @@ class DraftProbability(AcceptanceModel):
         values, probs = slots.values[..., None], slots.probs
         spent = spent_before(probs)
         return values * (1 - spent).clamp(min=0) * (probs > 0), values * probs
-
-
-def rated(model: AcceptanceModel, slots: Slots) -> tuple[Tensor, Tensor]:
-    """Call ``rate`` and compare what it returns with its documentation.
-
-    Raises:
-        TypeError: no two tensors of floats.
-        ValueError: another shape or device.
-    """
-    ratings: Any = model.rate(slots)
-    batch, above, ranks = slots.probs.shape
-    if not (isinstance(ratings, (tuple, list)) and len(ratings) == 2):
-        each = f"each float[batch, above, ranks] = {[batch, above, ranks]}"
-        raise wrong_return(model, "rate", f"two tensors, priorities and values, {each}", ratings)
-    device = slots.probs.device
-    for part, rating in zip(("priorities ", "values "), ratings, strict=True):
-        check_returned(model, "rate", rating, "float", device, part=part, batch=batch, above=above, ranks=ranks)
-    return ratings[0], ratings[1]
-
-
-def decided(owner: Any, method: str, *inputs: Any) -> Tensor | None:
-    """Call ``draws`` or ``goes_on`` of a model or a stop rule; compare the result with bool[batch] or None.
-
-    Raises:
-        TypeError: no tensor of bool.
-        ValueError: another shape or device.
-    """
-    verdict: Tensor | None = getattr(owner, method)(*inputs)
-    if verdict is not None:
-        last = inputs[-1]
-        check_returned(owner, method, verdict, "bool", last.device, batch=len(last))
-    return verdict

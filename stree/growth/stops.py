@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from stree.checks import check_numbers, check_shares
-from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots, decided, rated
+from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots
 from stree.growth.base import Growth
 from stree.growth.plan import Plan
 from stree.kernels.tree_growth.operands import Kept
-from stree.returned import check_kind
+from stree.returned import check_kind, check_returned, wrong_return
 from stree.sampling import AnySampling, Random
 
 __all__ = ["STOPS", "Confidence", "Stop", "Stopped", "StoppedGrowth", "StoppedModel", "check_rule"]
@@ -63,6 +63,8 @@ class Stop:
 class StoppedModel(AcceptanceModel):
     """Another acceptance model with a stop rule; a sequence also stops where the other model's own rule says so.
 
+    What both return is compared with the documentation of their methods.
+
     Args:
         base: the other model.
         rule: the stop rule.
@@ -78,17 +80,17 @@ class StoppedModel(AcceptanceModel):
 
     def draws(self, values: Tensor, dist: Tensor) -> Tensor | None:
         """Combine the rule with the base's."""
-        return _both(decided(self.base, "draws", values, dist), decided(self._rule, "draws", values, dist))
+        return _both(_decided(self.base, "draws", values, dist), _decided(self._rule, "draws", values, dist))
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
         """Return the base's priorities and values."""
-        return rated(self.base, slots)
+        return _rated(self.base, slots)
 
     def goes_on(self, values: Tensor) -> Tensor | None:
         """Combine the rule with the base's."""
         self._depth += 1
-        going = decided(self.base, "goes_on", values)
-        return _both(going, decided(self._rule, "goes_on", self._depth, values))
+        going = _decided(self.base, "goes_on", values)
+        return _both(going, _decided(self._rule, "goes_on", self._depth, values))
 
     def keep(self, slots: Tensor) -> Kept | None:
         """Return what the base needs of new nodes."""
@@ -111,6 +113,38 @@ class StoppedModel(AcceptanceModel):
     def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
         """Let the base learn."""
         self.base.learn(proposal, ratios, is_live)
+
+
+def _rated(model: AcceptanceModel, slots: Slots) -> tuple[Tensor, Tensor]:
+    """Call ``rate`` and compare what it returns with its documentation.
+
+    Raises:
+        TypeError: no two tensors of floats.
+        ValueError: another shape or device.
+    """
+    ratings: Any = model.rate(slots)
+    batch, above, ranks = slots.probs.shape
+    if not (isinstance(ratings, (tuple, list)) and len(ratings) == 2):
+        each = f"each float[batch, above, ranks] = {[batch, above, ranks]}"
+        raise wrong_return(model, "rate", f"two tensors, priorities and values, {each}", ratings)
+    device = slots.probs.device
+    for part, rating in zip(("priorities ", "values "), ratings, strict=True):
+        check_returned(model, "rate", rating, "float", device, part=part, batch=batch, above=above, ranks=ranks)
+    return ratings[0], ratings[1]
+
+
+def _decided(owner: Any, method: str, *inputs: Any) -> Tensor | None:
+    """Call ``draws`` or ``goes_on`` of a model or a stop rule; compare the result with bool[batch] or None.
+
+    Raises:
+        TypeError: no tensor of bool.
+        ValueError: another shape or device.
+    """
+    verdict: Tensor | None = getattr(owner, method)(*inputs)
+    if verdict is not None:
+        last = inputs[-1]
+        check_returned(owner, method, verdict, "bool", last.device, batch=len(last))
+    return verdict
 
 
 def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import operator
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from stree.checks import integer
 from stree.files import replacing
 from stree.retrieval.continuations import Nodes
 
@@ -59,7 +59,7 @@ class Datastore:
             TypeError: something else than lists of integers, or a number that is none.
             ValueError: no tokens, more than ``max_tokens``, or one outside the vocabulary.
         """
-        vocab_size, max_tokens = _integer("vocab_size", vocab_size), _integer("max_tokens", max_tokens)
+        vocab_size, max_tokens = integer("vocab_size", vocab_size), integer("max_tokens", max_tokens)
         if not 0 < vocab_size < 1 << 8 * TOKEN_BYTES:
             raise ValueError(f"vocab_size must be in [1, 2**32), got {vocab_size}")
         if not hasattr(documents, "__iter__") or getattr(documents, "ndim", 1) == 0:
@@ -144,14 +144,6 @@ class Datastore:
         key = np.array(context[: -LONGEST_MATCH - 1 : -1], dtype=np.int64)
         store = numba_datastore.Store(self._text, self._order, self.vocab_size, LONGEST_CONTINUATION)
         return int(numba_datastore.draft_from_datastore(store, key, min_match, MOST_OCCURRENCES, nodes))
-
-
-def _integer(name: str, value: Any) -> int:
-    """Return Python's own integer."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} must be an integer, got {value!r:.80}") from None
 
 
 def _tokens(number: int, document: Any) -> np.ndarray:

@@ -12,7 +12,7 @@ from torch import Tensor
 from stree.checks import check_object, integer
 from stree.kernels.checks import checks_values
 from stree.kernels.dispatch import is_known_all
-from stree.returned import check_returned
+from stree.returned import check_kind, check_returned
 from stree.sampling import AnySampling, Random, Sampling
 from stree.tree import TokenTree
 from stree.verify.longest import longest
@@ -193,22 +193,15 @@ def _check_shapes(tree: TokenTree, target_logits: Tensor, draft: DraftProbs | No
 
 def _check_accepted(accepted: Any, rule: Verifier, batch: int, n: int) -> None:
     """Refuse what a rule of another author returned: shapes and dtypes, and paths where the host can read them."""
-    name = type(rule).__name__
-    if not isinstance(accepted, Acceptance):
-        raise TypeError(f"{name} must return a stree.Acceptance, got {type(accepted).__name__}")
-    parts = accepted.path, accepted.path_lengths, accepted.next_token
-    if not all(isinstance(part, Tensor) and part.dim() for part in parts):
-        raise TypeError(f"{name} must return tensors path, path_lengths and next_token, got {parts!r:.80}")
-    found = [f"{str(part.dtype).removeprefix('torch.')}{[*part.shape]}" for part in parts]
-    wanted = [f"int32[{batch}, {accepted.path.shape[-1]}]", f"int32[{batch}]", f"int64[{batch}]"]
-    if found != wanted:
-        names = ("path", "path_lengths", "next_token")
-        pairs = ", ".join(f"{name} {kind}" for name, kind in zip(names, wanted, strict=True))
-        raise ValueError(f"{name} must return {pairs}, got {', '.join(found)}")
+    check_kind(rule, "__call__", accepted, Acceptance, "a stree.Acceptance")
+    path, lengths, name = accepted.path, accepted.path_lengths, type(rule).__name__
+    most = path.shape[-1] if isinstance(path, Tensor) and path.dim() else 1
+    check_returned(rule, "__call__", path, "int32", part="path ", batch=batch, m=most)
+    check_returned(rule, "__call__", lengths, "int32", part="path_lengths ", batch=batch)
+    check_returned(rule, "__call__", accepted.next_token, "int64", part="next_token ", batch=batch)
     if accepted.ratios is not None:
         check_returned(rule, "__call__", accepted.ratios, "float", part="ratios ", batch=batch, n=n)
-    if checks_values(accepted.path):
-        path, lengths = accepted.path, accepted.path_lengths
+    if checks_values(path):
         if bool(((lengths < 1) | (lengths > path.shape[1])).any()):
             raise ValueError(f"{name} must return path_lengths in [1, {path.shape[1]}], got {lengths.tolist()}")
         is_missing = (path < 0) & (torch.arange(path.shape[1], device=path.device) < lengths[:, None])

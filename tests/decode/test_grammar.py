@@ -35,7 +35,7 @@ assert len(TOKENIZER) < VOCAB, "logits of tokens that the tokenizer does not hav
 
 def processing(vocab: int, patterns: Sequence[str | None], prompt_lengths: Sequence[int]) -> TreeProcessing:
     """Begin a row for each pattern."""
-    found, ends = TreeProcessing.of(None, len(patterns), vocab, torch.device("cpu")), frozenset({END})
+    found, ends = TreeProcessing(None, len(patterns), vocab, torch.device("cpu")), frozenset({END})
     for row, (pattern, length) in enumerate(zip(patterns, prompt_lengths, strict=True)):
         grammar = None if pattern is None else Grammar.regex(pattern).compile(TOKENIZER, vocab, ends, ends)
         found.begin(row, (), TokenRules(), grammar, length)

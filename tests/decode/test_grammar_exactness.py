@@ -64,7 +64,7 @@ def emitted(
 
     def decode(rng: Random, cases: Tensor) -> Tensor:
         batch = len(cases)
-        processing = TreeProcessing.of(None, batch, VOCAB, torch.device("cpu"))
+        processing = TreeProcessing(None, batch, VOCAB, torch.device("cpu"))
         for row in range(batch):
             processing.begin(row, (), TokenRules(), grammar, 1)
         text = torch.full((batch, 1 + LENGTH * (budget + 1)), ROOT)

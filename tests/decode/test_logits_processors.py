@@ -19,6 +19,8 @@ from stree.drafters import Draft, HeadDrafter, ModelDrafter, SuffixDrafter
 from stree.growth import Chain, Static
 from stree.kernels.step.texts import Seen, Texts
 
+CPU = torch.device("cpu")
+
 
 def each_node(processor: LogitsProcessor) -> RowProcessors:
     """One processor for both rows."""
@@ -52,7 +54,7 @@ def expected_logits(texts: list[list[int]], tree: TokenTree, logits: Tensor) -> 
 
 
 def test_every_node_is_processed_with_the_text_that_ends_in_it() -> None:
-    rng, processing = random.Random(3), TreeProcessing(each_node(add_text))
+    rng, processing = random.Random(3), TreeProcessing(each_node(add_text), 2, VOCAB, CPU)
     for _ in range(3):
         texts, tree = random_texts(rng, [6, 9]), random_tree(rng, [11, 7], 12)
         for row, text in enumerate(texts):
@@ -69,8 +71,7 @@ def test_a_draft_model_s_own_tree_begins_with_the_token_before_the_pending_one(f
     texts = [[5, 6, 7, 8], [9, 1, 2]]
     tokens = torch.tensor([[7, 8, 3, 4, 5], [1, 2, 6, 0, 8]])
     tree = TokenTree(tokens, torch.tensor([[-1, 0, 1, 1, 2], [-1, 0, 1, -1, 2]], dtype=torch.int32))
-    process = TreeProcessing(each_node(add_text)).draft(seen(texts))
-    assert process is not None
+    process = TreeProcessing(each_node(add_text), 2, VOCAB, CPU).draft(seen(texts))
     logits = torch.randn(2, 5 - first, VOCAB)
     found, expected = process(tree, logits), expected_logits([[5, 6], [9]], tree, logits)
     is_real = ~tree.is_padding[:, first:]
@@ -83,7 +84,7 @@ def test_first_tokens_are_processed_with_their_prompts() -> None:
     for row, prompt in enumerate(prompts):
         texts.tokens[row, : len(prompt)], texts.lengths[row] = torch.tensor(prompt), len(prompt)
     logits = torch.randn(2, VOCAB)
-    found = TreeProcessing(each_node(add_text)).first(texts, torch.tensor([1, 0]), logits)
+    found = TreeProcessing(each_node(add_text), 2, VOCAB, CPU).first(texts, torch.tensor([1, 0]), logits)
     for place, row in enumerate((1, 0)):
         assert torch.equal(found[place], add_text(torch.tensor([prompts[row]]), logits[place]))
 
@@ -96,7 +97,7 @@ def test_a_processor_is_not_asked_about_a_text_that_it_has_ruled_out() -> None:
         return logits.masked_fill(torch.arange(VOCAB) % 2 == 1, -torch.inf)
 
     tree = TokenTree(torch.tensor([8, 3, 2, 4, 10, 11]), torch.tensor([-1, 0, 0, 1, 2, 4], dtype=torch.int32))
-    TreeProcessing(each_node(only_even)).target(seen([[4, 6, 8]]), tree, torch.zeros(1, 6, VOCAB))
+    TreeProcessing(each_node(only_even), 2, VOCAB, CPU).target(seen([[4, 6, 8]]), tree, torch.zeros(1, 6, VOCAB))
     assert asked == [[4, 6, 8], [4, 6, 8, 2], [4, 6, 8, 2, 10]]
 
 
@@ -114,7 +115,7 @@ class LastTokenOnly:
 
 
 def test_a_processor_that_looks_at_no_text_gets_all_nodes_at_once() -> None:
-    processing, tree = TreeProcessing(LastTokenOnly()), random_tree(random.Random(1), [5, 3], 6)
+    processing, tree = TreeProcessing(LastTokenOnly(), 2, VOCAB, CPU), random_tree(random.Random(1), [5, 3], 6)
     present, logits = seen([[1, 2, 3], [4, 5, 6]]), torch.randn(2, 6, VOCAB)
     draft = processing.draft(present)
     assert draft is not None
@@ -224,8 +225,8 @@ def test_a_processor_may_return_another_dtype(dtype: torch.dtype) -> None:
 
 
 def test_a_draft_model_keeps_its_own_distribution_where_a_processor_leaves_none() -> None:
-    draft, tree = TreeProcessing(each_node(ends_at_six)).draft(seen([[1, 2, 3, 4, 5]])), TokenTree.chain([5, 0, 3])
-    assert draft is not None
+    processing, tree = TreeProcessing(each_node(ends_at_six), 2, VOCAB, CPU), TokenTree.chain([5, 0, 3])
+    draft = processing.draft(seen([[1, 2, 3, 4, 5]]))
     logits = torch.randn(1, 3, VOCAB)
     assert torch.equal(draft(tree, logits), logits)
 

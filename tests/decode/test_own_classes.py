@@ -131,8 +131,8 @@ class Wide(Rejection):
 @pytest.mark.parametrize(
     ("verifier", "error", "message"),
     [
-        (Listing(), TypeError, r"Listing must return a stree.Acceptance, got list"),
-        (Wide(), ValueError, r"Wide must return path int32\[1, 2\], path_lengths int32\[1\], .*, got int64\[1, 2\]"),
+        (Listing(), TypeError, r"Listing.__call__ must return a stree.Acceptance, got list"),
+        (Wide(), TypeError, r"Wide.__call__ must return path int32\[batch, m\] = \[1, 2\], got int64\[1, 2\]"),
         (Rejection, TypeError, "verifier must be one of auto, .* or an object derived from stree.verify.Verifier"),
         (3, TypeError, "or an object derived from stree.verify.Verifier, got 3"),
         ("typical", ValueError, "verifier must be one of auto, match, rejection, traversal, block, got 'typical'"),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import stree
-from stree.drafters import Drafter, SuffixDrafter
+from stree.drafters import Drafter, DraftRun, SuffixDrafter
 from stree.growth import AcceptanceModel, BaseGrowth, DySpec, Layer, Plan, Slots, Stop, Stopped
 from stree.growth.acceptance_model import DraftProbability
 from stree.sampling import Sampling
@@ -58,16 +58,17 @@ class Drafting(Drafter):
         self.kind = kind
 
     def start(self, *inputs: Any) -> Any:
-        run = SuffixDrafter().start(*inputs)
-        propose = run.propose
+        return Proposing(SuffixDrafter().start(*inputs), self.kind)
 
-        def other(*inputs: Any) -> Any:
-            draft = propose(*inputs)
-            wrong: dict[str, Any] = {"max_depth": torch.tensor(1), "values": torch.ones(2), "tree": draft.tree.tokens}
-            return replace(draft, **{self.kind: wrong[self.kind]}) if self.kind in wrong else None
 
-        run.propose = other  # type: ignore[assignment, method-assign]
-        return run
+class Proposing(DraftRun):
+    def __init__(self, run: DraftRun, kind: str) -> None:
+        self.run, self.kind = run, kind
+
+    def propose(self, *inputs: Any) -> Any:
+        draft = self.run.propose(*inputs)
+        wrong: dict[str, Any] = {"max_depth": torch.tensor(1), "values": torch.ones(2), "tree": draft.tree.tokens}
+        return replace(draft, **{self.kind: wrong[self.kind]}) if self.kind in wrong else None
 
 
 class Ratios(Verifier):
