@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from stree.drafters.base import Draft
 from stree.growth import Proposal
 from stree.tree import TokenTree
-from stree.verify import DELTA, Acceptance, DraftProbs
+from stree.verify import DELTA, DraftProbs
 
 __all__ = [
     "Listed",
@@ -21,10 +20,8 @@ __all__ = [
     "has_share",
     "keep_best",
     "keep_first",
-    "missed_nodes",
     "on_own_nodes",
     "with_delta",
-    "without_children",
 ]
 
 
@@ -168,27 +165,6 @@ def on_own_nodes(ratios: Tensor, column: Tensor, proposal: Proposal, size: int) 
     on_columns = ratios.new_zeros(len(ratios), size + 1).scatter(1, torch.where(column < 0, size, column), ratios)
     own = proposal.column
     return on_columns[:, : proposal.tree.tokens.shape[1]] if own is None else on_columns.gather(1, own)
-
-
-def missed_nodes(tree: TokenTree, is_on: Tensor, acceptance: Acceptance) -> Tensor:
-    """Mask of own nodes that match the target's token but were dropped when trees were merged: bool[batch, n].
-
-    Args:
-        tree: the own one.
-        is_on: float[batch, n], 1 for its nodes on the accepted path, else 0.
-        acceptance: by matching: what follows the path is the target's own token.
-    """
-    last = (is_on * torch.arange(is_on.shape[1], device=is_on.device)).amax(1, keepdim=True)  # the deepest
-    is_end = ((acceptance.path_lengths > 0) & (is_on.sum(1) == acceptance.path_lengths))[:, None]
-    return (tree.parents == last) & (tree.tokens == acceptance.next_token[:, None]) & is_end
-
-
-def without_children(proposal: Proposal, is_missed: Tensor) -> Proposal:
-    """Make padding of what is below bool[batch, n] nodes: as these were not verified, nothing is known of it."""
-    tree = proposal.tree
-    is_below = (tree.ancestor_mask & is_missed[:, None]).any(-1) & ~is_missed
-    tokens, parents = tree.tokens.masked_fill(is_below, 0), tree.parents.masked_fill(is_below, -1)
-    return replace(proposal, tree=TokenTree.unchecked(tokens, parents, tree.depths, tree.ancestor_mask))
 
 
 def has_share(tree: TokenTree, probs: Tensor, least: float) -> Tensor:

@@ -15,7 +15,7 @@ from stree.drafters.candidates import Candidates, Offered
 from stree.drafters.draft_state import DraftState, Grown
 from stree.drafters.draws import draft_probs
 from stree.drafters.growing import grow_heap, grow_layers
-from stree.drafters.merge import keep_best, keep_first, missed_nodes, on_own_nodes, without_children
+from stree.drafters.merge import keep_best, keep_first, on_own_nodes
 from stree.drafters.none import root_only
 from stree.drafters.own_texts import OwnTexts
 from stree.drafters.tree_builder import GrownTree, columns_run, num_run
@@ -209,9 +209,6 @@ class ModelRun(DraftRun):
         if draft.is_united:
             assert draft.column is not None, "united drafts have columns"
             ratios = on_own_nodes(ratios, draft.column, proposal, draft.grown.num_columns)
-            if acceptance.ratios is None:
-                is_missed = missed_nodes(proposal.tree, ratios, acceptance)
-                proposal, ratios = without_children(proposal, is_missed), ratios.masked_fill(is_missed, 1.0)
         self.acceptance_model.learn(proposal, ratios, is_live)
 
     def leave(self, count: Tensor) -> bool:

@@ -92,11 +92,8 @@ class GrownTree:
     root_logits: Tensor
 
     def __init__(self, seen: Seen, left: Tensor, plan: Plan) -> None:
-        self._columns = columns = begin(seen, num_columns(plan))
-        self.left, self._mask = left, columns.mask
-        self._tokens, self._parents, self._depths = columns.tokens, columns.parents, columns.depths
-        self._value = columns.values  # of the target's nodes
-        self.frontier_value = self._value[:, :1]
+        self._columns, self.left = begin(seen, num_columns(plan)), left
+        self.frontier_value = self._columns.values[:, :1]  # of the target's nodes
         self.frontier_number = self.num_run = self.num_calls = self.num_layers = 0
         self.size = 2
         self._begin, self._width = 0, 1  # of the frontier: its first node, and its width in the plan
@@ -109,9 +106,9 @@ class GrownTree:
         Args:
             score: runs a tree's columns from one on; gives the logits of as many of them, but for the first column.
         """
-        size = self.size
-        tokens, parents, depths = (part[:, :size] for part in (self._tokens, self._parents, self._depths))
-        self.scored = TokenTree.unchecked(tokens, parents, depths, self._mask[:, :size, :size])
+        size, columns = self.size, self._columns
+        tokens, parents, depths = (part[:, :size] for part in (columns.tokens, columns.parents, columns.depths))
+        self.scored = TokenTree.unchecked(tokens, parents, depths, columns.mask[:, :size, :size])
         logits = score(self.scored, self.num_run)
         if not self.num_run:
             self.root_logits = logits[:, 0]
@@ -121,7 +118,7 @@ class GrownTree:
 
     def context(self, children: Tensor) -> Words:
         """Return int64[batch, above, ranks] children of the frontier with the tokens above them."""
-        return Words(children, self._tokens, self._parents, self._begin + 1)
+        return Words(children, self._columns.tokens, self._columns.parents, self._begin + 1)
 
     def add(self, layer: Layer, slots: Tensor, is_taken: Tensor, candidates: Candidates, value: Tensor) -> bool:
         """Append a layer below the frontier; its leaves are appended by ``add_leaves``.

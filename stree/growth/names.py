@@ -86,18 +86,12 @@ def _rates(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split("/")))
 
 
-OPTIONS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    **dict.fromkeys(("depth", "ranks", "width", "beam"), ("an integer", int)),
-    **dict.fromkeys(("threshold", "least_gain"), ("a number", float)),
-    "form": ("a word", str),
-    "rates": ("numbers with slashes between them", _rates),
-}
-
-# Fields of growths of other authors, by their annotation, which is a class, or its name where annotations are strings.
+# Fields of growths by their annotation, which is a class, or its name where annotations are strings.
 KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    **dict.fromkeys(("int", "<class 'int'>"), ("an integer", int)),
-    **dict.fromkeys(("float", "<class 'float'>"), ("a number", float)),
+    **dict.fromkeys(("int", "int | None", "<class 'int'>"), ("an integer", int)),
+    **dict.fromkeys(("float", "float | None", "<class 'float'>"), ("a number", float)),
     **dict.fromkeys(("str", "<class 'str'>"), ("a word", str)),
+    "Sequence[float] | None": ("numbers with slashes between them", _rates),
 }
 
 
@@ -152,9 +146,7 @@ def _dynamic(name: str, items: list[str]) -> NamedGrowth:
     if not isinstance(growth, type):
         raise ValueError(f"GROWTHS[{name!r}] must be a class of growths, got {growth!r:.80}")
     options: dict[str, Any] = {}
-    readers = {one.name: OPTIONS[one.name] for one in fields(growth) if one.name in OPTIONS}
-    if name not in BUILT_IN:
-        readers = {one.name: KINDS[str(one.type)] for one in fields(growth) if str(one.type) in KINDS} | readers
+    readers = {one.name: KINDS[str(one.type)] for one in fields(growth) if str(one.type) in KINDS}
     size = re.fullmatch(r"(\d+)(?:x(\d+))?", items[0]) if items else None
     if size:
         budget, items = int(size[1]), items[1:]

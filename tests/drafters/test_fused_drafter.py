@@ -16,12 +16,10 @@ from torch import Tensor
 
 import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.drafters.merge import without_children
-from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Proposal, Static
+from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Static
 from stree.sampling import Sampling
 from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, step_bias
 from stree.testing.tables import TableModel, table_drafter
-from stree.tree import TokenTree
 from stree.verify import DELTA, SAMPLED, DraftProbs
 
 RETRIEVED = ([0, 1, 2, 0, 1], [-1, 0, 1, 0, 3])  # paths 1-2 and 0-1 below the root
@@ -216,11 +214,3 @@ def test_bad_parts_are_refused() -> None:
     run = FusedDrafter(part, without_values).start(3, [[0]], rng)
     with pytest.raises(ValueError, match="a drafter of FusedDrafter must draft deterministic nodes"):
         run.propose(torch.tensor([0]), Chain(1).bind(PLAIN), 4)
-
-
-def test_trees_that_are_learnt_from_are_valid_where_dropped_nodes_were_right() -> None:
-    tree = TokenTree(torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 0, 1, 3]], dtype=torch.int32))
-    is_missed = torch.tensor([[False, True, False, False, False]])
-    left = without_children(Proposal(tree, torch.ones(1, 5), None, []), is_missed).tree
-    checked = TokenTree(left.tokens, left.parents)  # refuses padding that has a token or children
-    assert checked.num_nodes.tolist() == [3] and left.tokens.tolist() == [[5, 6, 7, 0, 0]]

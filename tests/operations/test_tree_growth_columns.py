@@ -53,7 +53,7 @@ def check_layer(found: GrownTree, expected: GrownTree, layer: Layer, given: Give
     with as_on_device(triton=False):
         assert expected.add(layer, *given)
     size, end = found.size, expected.size
-    taken = expected._parents[:, expected.size - expected.frontier_value.shape[1] : end] >= 0
+    taken = expected._columns.parents[:, expected.size - expected.frontier_value.shape[1] : end] >= 0
     width = int(taken.sum(1).max()) if layer.slots is None else taken.shape[1] * bool(taken.any())
     assert went == bool(width) and size == end - taken.shape[1] + width
     assert not bool(taken[:, width:].any()), "slots that are taken come first"
@@ -168,8 +168,9 @@ def test_the_columns_appended_and_the_tree_cut_out_of_them_are_those_of_torch(
         expected = grown_tree(name, batch, seed)
         with as_on_device():
             found = grown_tree(name, batch, seed)
-        for part in ("_tokens", "_parents", "_depths", "_mask", "_value", "frontier_value"):
-            assert torch.equal(getattr(found, part), getattr(expected, part)), part
+        for part in COLUMNS:
+            assert torch.equal(getattr(found._columns, part), getattr(expected._columns, part)), part
+        assert torch.equal(found.frontier_value, expected.frontier_value)
         chosen = expected.select(LAYERS[name])
         wanted = expected.proposed(None), expected.proposed(chosen)
         with as_on_device():
