@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from stree.checks import check_counts
 from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.drafters.host_copies import AcceptedTokens, uploaded
 from stree.growth import Growth
@@ -27,20 +26,17 @@ class SuffixDrafter(Drafter):
 
     Args:
         datastore: texts to draft from besides the request's own, or None.
-        min_match: shortest suffix of the request that may predict; in the store it is at least 2.
 
     Raises:
-        TypeError: a datastore that is not one, such as its path; a min_match that is no integer.
-        ValueError: a min_match below 1.
+        TypeError: a datastore that is not one, such as its path.
     """
 
     uses_growth = False
 
-    def __init__(self, datastore: Datastore | None = None, *, min_match: int = 1) -> None:
-        check_counts(min_match=min_match)
+    def __init__(self, datastore: Datastore | None = None) -> None:
         if datastore is not None and not hasattr(datastore, "lay_out"):
             raise TypeError(f"datastore must be an object such as Datastore.load(path), got {datastore!r:.80}")
-        self.datastore, self.min_match = datastore, min_match
+        self.datastore = datastore
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> _SuffixRun:
         """Begin a run with a suffix automaton per prompt.
@@ -54,7 +50,7 @@ class SuffixDrafter(Drafter):
                 f"datastore and target must share one vocabulary: the datastore has {store.vocab_size} tokens, "
                 f"the target {vocab_size}"
             )
-        return _SuffixRun(prompts, store, self.min_match)
+        return _SuffixRun(prompts, store)
 
 
 class _SuffixRun(DraftRun):
@@ -62,11 +58,11 @@ class _SuffixRun(DraftRun):
 
     can_begin = can_select = can_extend = True
 
-    def __init__(self, prompts: Sequence[Sequence[int]], store: Datastore | None, min_match: int) -> None:
+    def __init__(self, prompts: Sequence[Sequence[int]], store: Datastore | None) -> None:
         self._automata = [SuffixAutomaton(prompt) for prompt in prompts]
         self._ends = [list(prompt[-LONGEST_MATCH:]) for prompt in prompts]
         self._read_pending = [False] * len(prompts)  # whether a sequence's automaton has read its pending token
-        self._store, self._min_match = store, min_match
+        self._store = store
         self._pending: list[int | None] = [None] * len(prompts)  # tokens; None where they were not read
         self._accepted: AcceptedTokens | None = None  # of the last step, where they were not read
 
@@ -100,12 +96,9 @@ class _SuffixRun(DraftRun):
             certain.parents[1:], certain.depths[1:] = range(len(forced)), range(1, len(forced) + 1)
             return unite(certain, len(forced) + 1, found, self._lay_out(row, found, ()), nodes)
         if self._store is None:
-            return self._automata[row].lay_out(nodes, self._min_match)
+            return self._automata[row].lay_out(nodes)
         own, stored = (Nodes.empty(len(nodes.tokens) - 1) for _ in range(2))
-        sizes = (
-            self._automata[row].lay_out(own, self._min_match),
-            self._store.lay_out(self._ends[row], stored, max(self._min_match, 2)),
-        )
+        sizes = self._automata[row].lay_out(own), self._store.lay_out(self._ends[row], stored)
         return unite(own, sizes[0], stored, sizes[1], nodes)
 
     def _read(self, row: int, tokens: list[int]) -> None:
@@ -135,7 +128,7 @@ class _SuffixRun(DraftRun):
 
     def select(self, rows: Tensor, rng: Random) -> _SuffixRun:
         self._read_accepted()
-        other = _SuffixRun([], self._store, self._min_match)
+        other = _SuffixRun([], self._store)
         for row in rows.tolist():
             other._automata.append(self._automata[row])
             other._ends.append(self._ends[row])

@@ -205,7 +205,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
         drafters.FusedDrafter, {"first": SuffixDrafter(), "second": NoDrafter(), "least_share": 0.1}
     ),
     "NoDrafter": (NoDrafter, {}),
-    "SuffixDrafter": (SuffixDrafter, {"datastore": None, "min_match": 2}),
+    "SuffixDrafter": (SuffixDrafter, {"datastore": None}),
     "distill": (stree.distill.Settings, {"kind": "model", "minutes": 1.0, "steps": 2, "seed": 0, "recipe": "plain"}),
     "check_drafter": (
         testing.check_drafter, {"drafter": NoDrafter(), "vocab_size": 3, "growth": None, **CHECK}

@@ -74,7 +74,7 @@ def test_transformers_itself_refuses_speculation_on_recurrent_families(family: s
 
 DRAFTERS: dict[str, Callable[[], dict[str, Any]]] = {
     "none": lambda: {"drafter": "none"},
-    "suffix-object": lambda: {"drafter": SuffixDrafter(min_match=2), "budget": 7},
+    "suffix-object": lambda: {"drafter": SuffixDrafter(), "budget": 7},
     "tree-lm": lambda: {"drafter": stree.TreeLM(draft_model()), "growth": Static([3, 2])},
     "stree-drafter": lambda: {"drafter": ModelDrafter(stree.TreeLM(draft_model())), "growth": Chain(4), "budget": 5},
     "itself": lambda: {"drafter": target(), "growth": Chain(3)},

@@ -209,8 +209,6 @@ def test_a_store_of_another_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match=message):
         SuffixDrafter(Datastore.build([[1]], 12)).start(10, [[1]], random_rows(1))
     SuffixDrafter(Datastore.build([[1]], 10)).start(12, [[1]], random_rows(1))  # a padded head
-    with pytest.raises(ValueError, match="min_match must be at least 1, got 0"):
-        SuffixDrafter(min_match=0)
 
 
 def test_only_a_sample_of_many_occurrences_is_read() -> None:
