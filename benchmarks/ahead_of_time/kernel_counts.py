@@ -1,6 +1,6 @@
 """Count the kernels of one step of a target, per layer and per part of a layer, without a GPU.
 
-Run: python -m benchmarks.ahead_of_time.kernel_counts [--families mamba2 bamba] [--nodes 5] [--out FILE]
+Run: python -m benchmarks.ahead_of_time.kernel_counts [--families mamba2,bamba] [--nodes 5] [--out FILE]
 
 A tiny model of each family verifies a tree under Triton's interpreter, with a deferred commit, as in the
 middle of a text, and commits a path of it; `launch_counter` says what is counted.  Numbers of kernels do not depend on
@@ -15,6 +15,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before other imports
@@ -27,7 +28,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 import stree
 from benchmarks.ahead_of_time.launch_counter import LaunchCounter
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from stree.bench.records import Record
 
 FAMILIES = (
@@ -156,39 +157,25 @@ def layer_kinds(lm: stree.TreeLM) -> list[str]:
     return [" + ".join(dict.fromkeys(names)) for names in kinds]
 
 
-def rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    """Lines of the table: launches a layer by provider."""
-    found = {(str(record["params"]), record["provider"]): record for record in records}
-    for record in records:
-        if record["provider"] == PROVIDERS[0]:
-            params = record["params"]
-            each = (found[str(params), provider] for provider in PROVIDERS)
-            yield [params["family"], f"{params['layers']} x {params['layer']}", *map(_parts, each)]
+def cells(record: Record) -> list[str]:
+    """Return the line of the table: launches of a layer, in all and by part."""
+    params, parts = record["params"], (f"{name} {number:.0f}" for name, number in record["parts"].items())
+    layers = f"{params['layers']} x {params['layer']}"
+    return [params["family"], layers, record["provider"], f"{record['value']:.0f}  ({', '.join(parts)})"]
 
 
-def _parts(record: Record) -> str:
-    """Launches of a layer, in all and by part."""
-    parts = ", ".join(f"{name} {number:.0f}" for name, number in record["parts"].items())
-    return f"{record['value']:.0f}  ({parts})"
+def records(families: str = ",".join(FAMILIES), nodes: int = 5) -> Iterator[Record]:
+    """Count all families by each provider.
 
-
-def main() -> None:
-    """Count all families by each provider, and print a table and the records."""
-    parser = command_line(__doc__, "file of JSON lines, replaced")
-    parser.add_argument("--families", nargs="+", default=list(FAMILIES))
-    parser.add_argument("--nodes", type=int, default=5)
-    options = parser.parse_args()
-    if options.nodes < 2:
-        parser.error(f"--nodes must be at least 2, got {options.nodes}")
-    records = [
-        record
-        for family in options.families
-        for provider in PROVIDERS
-        for record in count(family, options.nodes, provider)
-    ]
-    titles = ["family", "layers", "launches a layer before", "after", "mixers in one launch"]
-    finish(records, options.out, titles, rows(records), replaces=True)
+    Args:
+        families: their names, separated by commas.
+        nodes: of the tree, at least 2.
+    """
+    if nodes < 2:
+        raise ValueError(f"--nodes must be at least 2, got {nodes}")
+    for family, provider in product(families.split(","), PROVIDERS):
+        yield from count(family, nodes, provider)
 
 
 if __name__ == "__main__":
-    main()
+    study(records, ["family", "layers", "provider", "launches a layer"], cells, replaces=True)

@@ -1,6 +1,6 @@
 """Count the kernels of one whole decoding step, by part, without a GPU, apart from those of the models' forwards.
 
-Run: python -m benchmarks.ahead_of_time.step_counts [--sizes 16x4 64x6] [--out FILE]
+Run: python -m benchmarks.ahead_of_time.step_counts [--sizes 16x4,64x6] [--out FILE]
 
 A tiny hybrid target and a tiny Mamba-2 drafter take a step at fixed shapes on meta tensors, along the code that a GPU
 would run.  Launches are counted by `launch_counter`; those of forwards are counted apart, since they depend on the
@@ -10,7 +10,7 @@ models.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,11 +20,11 @@ from triton.runtime.interpreter import InterpretedFunction
 import stree.decode.step
 from benchmarks.ahead_of_time.launch_counter import LaunchCounter  # sets the interpreter up
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu, begun
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from stree.bench.records import Record
 from stree.growth import Calibrated
 
-SIZES = ((16, 4), (64, 6))  # nodes, root included, and draft calls
+SIZES = "16x4,64x6"  # nodes, root included, x draft calls
 TEMPERATURES = (0.0, 0.8)
 FORWARDS = ("draft forwards", "target forward")
 PARTS = ("growth", "verify", "accept", "commit", "emit", "observe")
@@ -91,25 +91,23 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
     }  # fmt: skip
 
 
-def rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    """Lines of the table: launches by part."""
-    for record in records:
-        params, parts = record["params"], record["parts"]
-        numbers = (str(parts.get(part, 0)) for part in (*PARTS, "loop"))
-        size = f"{params['nodes']} x {params['draft_calls']}"
-        yield [size, f"{params['temperature']:g}", *numbers, str(record["value"])]
+def cells(record: Record) -> list[str]:
+    """Return the line of the table: launches by part."""
+    params, parts = record["params"], record["parts"]
+    size = f"{params['nodes']} x {params['draft_calls']}"
+    numbers = (str(parts.get(part, 0)) for part in (*PARTS, "loop"))
+    return [size, f"{params['temperature']:g}", *numbers, str(record["value"])]
 
 
-def main() -> None:
-    """Count all sizes at both temperatures, and print a table and the records."""
-    parser = command_line(__doc__, "file of JSON lines, replaced")
-    parser.add_argument("--sizes", nargs="+", default=[f"{nodes}x{depth}" for nodes, depth in SIZES],
-                        help="nodes x draft calls; the interpreter is slow on large trees")  # fmt: skip
-    options = parser.parse_args()
-    sizes = [tuple(map(int, size.split("x"))) for size in options.sizes]
-    records = [count(nodes, depth, temperature) for temperature in TEMPERATURES for nodes, depth in sizes]
-    finish(records, options.out, ["nodes x calls", "T", *PARTS, "loop", "all"], rows(records), replaces=True)
+def records(sizes: str = SIZES) -> list[Record]:
+    """Count all sizes at both temperatures.
+
+    Args:
+        sizes: nodes x draft calls, separated by commas; the interpreter is slow on large trees.
+    """
+    pairs = [[int(number) for number in size.split("x")] for size in sizes.split(",")]
+    return [count(nodes, depth, temperature) for temperature in TEMPERATURES for nodes, depth in pairs]
 
 
 if __name__ == "__main__":
-    main()
+    study(records, ["nodes x calls", "T", *PARTS, "loop", "all"], cells, replaces=True)

@@ -14,13 +14,15 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
+from typing import Literal
 
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from benchmarks.peers.gguf_file import write_mamba2
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from stree import TokenTree, TreeLM
 from stree.bench.records import Record
 
@@ -127,30 +129,27 @@ def cells(record: Record) -> tuple[object, ...]:
     return record["dtype"], record["what"], *times, *ratios
 
 
-def main() -> None:
-    """Write the model, run both, print the table."""
-    parser = command_line(__doc__, "append the records to this file")
-    parser.add_argument("--node-modules", type=Path, required=True, metavar="FOLDER", help="where node-llama-cpp is")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--rounds", type=int, default=10, help="of one prefill and eight steps")
-    options = parser.parse_args()
+def records(node_modules: Path, dtype: Literal["float32", "bfloat16"] = "float32", rounds: int = 10) -> list[Record]:
+    """Write the model, and run both.
+
+    Args:
+        node_modules: the folder where node-llama-cpp is.
+        dtype: of the weights.
+        rounds: of one prefill and eight steps.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     config = Mamba2Config(
         vocab_size=50288, hidden_size=768, num_hidden_layers=24, num_heads=24, head_dim=64, state_size=128, n_groups=1,
         tie_word_embeddings=True,
     )  # fmt: skip
-    model = Mamba2ForCausalLM(config).to(getattr(torch, options.dtype)).eval()
+    model = Mamba2ForCausalLM(config).to(getattr(torch, dtype)).eval()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "model.gguf"
         write_mamba2(model, file)
-        peer = Peer(file, options.node_modules)
-        try:
-            rows = measure(Ours(model), peer, options.dtype, options.rounds)
-        finally:
-            peer.close()
-    finish(rows, options.out, TITLES, map(cells, rows))
+        with closing(Peer(file, node_modules)) as peer:
+            return measure(Ours(model), peer, dtype, rounds)
 
 
 if __name__ == "__main__":
-    main()
+    study(records, TITLES, cells)

@@ -26,8 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import bootstrap
 
-from benchmarks.report import command_line, finish
-from benchmarks.serving.load import chunks, requests, served, speed
+from benchmarks.report import study
+from benchmarks.serving import load
+from benchmarks.serving.load import chunks, served, speed
 
 BUDGETS = {
     "plain": ("--budget", "1"),
@@ -47,7 +48,7 @@ def arrival_times(rate: float, count: int, seed: int) -> list[float]:
 
 def bodies(count: int, tokens: int, seed: int) -> list[dict[str, Any]]:
     """Make sampled requests of one length of output; prompts repeat after ``NUM_REQUESTS``."""
-    prompts = [body["prompt"] for body in requests(seed)]
+    prompts = [body["prompt"] for body in load.requests(seed)]
     options = {"model": "bundled", "max_tokens": tokens, "temperature": 0.8, "ignore_eos": True, "stream": True}
     return [{**options, "prompt": prompts[number % len(prompts)], "seed": number} for number in range(count)]
 
@@ -98,41 +99,36 @@ def ratios(row: dict[str, float], plain: dict[str, float], times: Array, plain_t
     return {name: row[name] / plain[name] for name in row} | medians
 
 
-def run(rates: Sequence[float], count: int, tokens: int, budgets: Sequence[str]) -> list[dict[str, Any]]:
-    """Measure plain decoding and other budgets at every rate."""
-    rows, budgets = [], ["plain", *budgets]
-    sent = bodies(count, tokens, 0)
+def run(
+    rates: str = "1,2,4,8", requests: int = 24, tokens: int = 64, budgets: str = "chain:4,tree:16,auto"
+) -> list[dict[str, Any]]:
+    """Measure plain decoding and other budgets at every rate, in one record.
+
+    Args:
+        rates: requests a second.
+        requests: number at each rate.
+        tokens: of each request.
+        budgets: compared with plain.
+    """
+    per_second, names = [float(rate) for rate in rates.split(",")], ["plain", *budgets.split(",")]
+    if min(per_second) <= 0 or not BUDGETS.keys() >= {*names}:
+        raise ValueError(f"rates must be positive, budgets of {', '.join(BUDGETS)}; got {rates}, {budgets}")
+    if min(requests, tokens) < 1:
+        raise ValueError(f"--requests and --tokens must be at least 1, got {requests} and {tokens}")
+    rows, sent = [], bodies(requests, tokens, 0)
     with ExitStack() as servers:
-        urls = {name: servers.enter_context(served("--cache-mb", "0", *BUDGETS[name]))[0] for name in budgets}
+        urls = {name: servers.enter_context(served("--cache-mb", "0", *BUDGETS[name]))[0] for name in names}
         for url in urls.values():
             asyncio.run(speed(url, 8, 0))
-        for number, rate in enumerate(rates):
-            arrivals = arrival_times(rate, count, number)
+        for number, rate in enumerate(per_second):
+            arrivals = arrival_times(rate, requests, number)
             times = {name: asyncio.run(send_all(url, sent, arrivals)) for name, url in urls.items()}
             found = {name: figures(one, arrivals, tokens) for name, one in times.items()}
-            for name in budgets:
+            for name in names:
                 over_plain = ratios(found[name], found["plain"], times[name], times["plain"])
                 rows.append({"rate": rate, "budget": name, **found[name], "over_plain": over_plain})
-    return rows
-
-
-def main() -> None:
-    """Measure and print; append the record to a file."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("--rates", default="1,2,4,8", help="requests a second")
-    parser.add_argument("--requests", type=int, default=24, help="number at each rate")
-    parser.add_argument("--tokens", type=int, default=64, help="of each request")
-    parser.add_argument("--budgets", default="chain:4,tree:16,auto", help="compared with plain")
-    options = parser.parse_args()
-    rates, budgets = [float(rate) for rate in options.rates.split(",")], options.budgets.split(",")
-    if min(rates) <= 0 or not BUDGETS.keys() >= {*budgets}:
-        parser.error(f"rates must be positive, budgets of {', '.join(BUDGETS)}; got {options.rates}, {options.budgets}")
-    if min(options.requests, options.tokens) < 1:
-        parser.error(f"--requests and --tokens must be at least 1, got {options.requests} and {options.tokens}")
-    rows = run(rates, options.requests, options.tokens, budgets)
-    counts = {"requests": options.requests, "tokens": options.tokens}
-    finish([{"bench": "serving-arrivals", **counts, "rows": rows}], options.out)
+    return [{"bench": "serving-arrivals", "requests": requests, "tokens": tokens, "rows": rows}]
 
 
 if __name__ == "__main__":
-    main()
+    study(run)

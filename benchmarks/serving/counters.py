@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from benchmarks.serving.load import events, read_metrics, requests, served
 from stree.bench.records import Record
 
@@ -64,16 +64,16 @@ async def compare(url: str, streams: int, tokens: int) -> Record:
     }  # fmt: skip
 
 
-def main() -> None:
-    """Run it, and append the record to a file."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=300, help="of each stream")
-    options = parser.parse_args()
-    with served("--max-batch", f"{options.streams}", "--cache-mb", "0") as (url, _):
-        found = asyncio.run(compare(url, options.streams, options.tokens))
-    finish([{"bench": "serving-counters", **found}], options.out)
+def measure(streams: int = 64, tokens: int = 300) -> list[Record]:
+    """Run it, for one record.
+
+    Args:
+        streams: at once.
+        tokens: of each stream.
+    """
+    with served("--max-batch", f"{streams}", "--cache-mb", "0") as (url, _):
+        return [{"bench": "serving-counters", **asyncio.run(compare(url, streams, tokens))}]
 
 
 if __name__ == "__main__":
-    main()
+    study(measure)

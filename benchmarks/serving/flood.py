@@ -21,7 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from benchmarks.serving.load import cpu_s, served
 from stree.bench.records import Record
 
@@ -104,15 +104,15 @@ def measure(url: str, server: psutil.Process, path: str, rounds: int) -> Record:
     return {"path": path, **found, **ratios, "first_growth_mb": rows[0]["growth_mb"], "rounds": kept}
 
 
-def main() -> None:
-    """Run it, and append the record to a file."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+def measure_all(rounds: int = 5) -> list[Record]:
+    """Measure all paths, in one record.
+
+    Args:
+        rounds: behind one that warms up.
+    """
     with served("--cache-mb", "0") as (url, server):
-        rows = [measure(url, server, path, options.rounds) for path in BODIES]
-    finish([{"bench": "serving-flood", "rows": rows}], options.out)
+        return [{"bench": "serving-flood", "rows": [measure(url, server, path, rounds) for path in BODIES]}]
 
 
 if __name__ == "__main__":
-    main()
+    study(measure_all)

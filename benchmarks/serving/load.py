@@ -22,13 +22,13 @@ import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import psutil
 
 import stree
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from stree.bench.pair import Pair
 from stree.bench.records import Record
 from stree.sampling import Sampling
@@ -203,15 +203,15 @@ def cpu_s(process: psutil.Process) -> float:
     return float(times.user + times.system)
 
 
-def main() -> None:
-    """Run what is asked for."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("what", choices=("throughput", "prefix"))
-    parser.add_argument("--rounds", type=int, default=9)
-    options = parser.parse_args()
-    measure = {"throughput": throughput, "prefix": prefix}[options.what]
-    finish([{"bench": f"serving-{options.what}", **measure(options.rounds)}], options.out)
+def measure(what: Literal["throughput", "prefix"], rounds: int = 9) -> list[Record]:
+    """Measure one of both, for one record.
+
+    Args:
+        what: tokens a second of clients, or chats with a system prompt that is kept.
+        rounds: behind one that warms up.
+    """
+    return [{"bench": f"serving-{what}", **{"throughput": throughput, "prefix": prefix}[what](rounds)}]
 
 
 if __name__ == "__main__":
-    main()
+    study(measure, by_place="what")

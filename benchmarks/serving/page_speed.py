@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import torch
 
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from benchmarks.serving.load import served
 from stree.bench.execute import Case, execute
 from stree.bench.methods import parse_methods
@@ -39,17 +39,18 @@ def page_speed(url: str, body: dict[str, Any]) -> tuple[list[int], float]:
     return tokens, len(tokens) / (events[-1]["prefill_s"] + events[-1]["decode_s"])
 
 
-def measured(num_prompts: int, rounds: int) -> dict[str, Any]:
+def measured(prompts: int = 8, rounds: int = 5) -> list[dict[str, Any]]:
     """Return the quartiles of the page's speed over the bench's, and both medians, of trees and of plain decoding."""
+    torch.set_num_threads(1)
     pair, methods = Pair.load(device="cpu"), {name: parse_methods(text)[0] for name, text in METHODS.items()}
     suites = [read_suite(name, path) for name, path in parse_suites("bundled").items()]
-    prompts = [prompt.turns[0] for row in zip(*suites, strict=False) for prompt in row][:num_prompts]
+    texts = [prompt.turns[0] for row in zip(*suites, strict=False) for prompt in row][:prompts]
     ratios: dict[str, list[float]] = {name: [] for name in METHODS}
     speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in METHODS}
     costs: dict[str, list[float]] = {name: [] for name in METHODS}
     with served("--budget", f"{NODES}") as (url, server):
         for number in range(rounds + 1):  # the first one warms up
-            for text in prompts:
+            for text in texts:
                 case = Case((tuple(pair.tokenizer(text)["input_ids"]),), TOKENS, 0.0)
                 for name, method in methods.items():
                     body = {"prompt": text, "max_tokens": TOKENS} | ({"budget": 1} if name == "plain" else {})
@@ -69,18 +70,8 @@ def measured(num_prompts: int, rounds: int) -> dict[str, Any]:
             "page_over_bench": median, "quartiles": [low, high], "tokens_per_s": medians, "texts": len(each),
             "cpu_page_over_bench": statistics.median(costs[name]),
         }  # fmt: skip
-    return found
-
-
-def main() -> None:
-    """Measure and print; append the record to a file."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    finish([{"bench": "page-speed", "nodes": NODES, **measured(options.prompts, options.rounds)}], options.out)
+    return [{"bench": "page-speed", "nodes": NODES, **found}]
 
 
 if __name__ == "__main__":
-    main()
+    study(measured)

@@ -30,7 +30,7 @@ import numpy as np
 import psutil
 
 import stree
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from benchmarks.serving.load import NODES, events, generated, read_metrics, requests, served
 from stree.bench.pair import Pair
 from stree.bench.records import Record
@@ -227,17 +227,17 @@ def wait_until_free(url: str, server: psutil.Process) -> bool:
     return False
 
 
-def main() -> None:
-    """Run it, and append the record to a file."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--processes", type=int, default=4, help="of clients")
-    parser.add_argument("--clients", type=int, default=8, help="of each process")
-    options = parser.parse_args()
+def measure(minutes: float = 30.0, processes: int = 4, clients: int = 8) -> list[Record]:
+    """Run it, for one record.
+
+    Args:
+        minutes: of load.
+        processes: of clients.
+        clients: of each process.
+    """
     with TemporaryDirectory() as folder:
-        found = soak(options.minutes, options.processes, options.clients, Path(folder))
-    finish([{"bench": "serving-soak", **found}], options.out)
+        return [{"bench": "serving-soak", **soak(minutes, processes, clients, Path(folder))}]
 
 
 if __name__ == "__main__":
-    main()
+    study(measure)

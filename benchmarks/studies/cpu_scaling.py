@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from stree import TokenTree, TreeLM
 from stree.bench.records import Record
 from stree.inputs import ASSETS
@@ -78,21 +78,21 @@ def cells(record: Record) -> list[str]:
     return [*sizes, f"{record['verify_ms']:.1f}", f"{record['commit_ms']:.2f}"]
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = command_line(__doc__, "file of JSON lines that the records are appended to")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--compile", action="store_true", help="measure the compiled model in place of the eager one")
-    parser.add_argument("--axes", default=",".join(SIZES), help="some of them; every batch size is compiled by itself")
-    options = parser.parse_args()
+def records(rounds: int = 9, axes: str = ",".join(SIZES), compile: bool = False) -> list[Record]:
+    """Measure the bundled target.
+
+    Args:
+        rounds: of which the fastest counts.
+        axes: some of them; every batch size is compiled by itself.
+        compile: measure the compiled model in place of the eager one.
+    """
     torch.set_num_threads(1)
     lm = TreeLM.from_pretrained(ASSETS / "target", dtype="float32")
     lm.model.config.max_position_embeddings = max(CONTEXTS) + max(NODES)
-    if options.compile:
+    if compile:
         lm.compile()
-    rows = measure(lm, "compiled" if options.compile else "eager", options.axes.split(","), options.rounds)
-    finish(rows, options.out, TITLES, map(cells, rows))
+    return measure(lm, "compiled" if compile else "eager", axes.split(","), rounds)
 
 
 if __name__ == "__main__":
-    main()
+    study(records, TITLES, cells)

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as log_loss
 
 import stree
-from benchmarks.report import command_line, finish
-from stree.bench.prompts import parse_suites, read_suite
+from benchmarks.report import study
+from stree.bench.pair import Pair
+from stree.bench.plan import read_suites
+from stree.bench.prompts import parse_suites
 from stree.growth import Static, Stop, Stopped
 from stree.growth.mcsd import features
-from stree.inputs import load_tokenizer, locate
 
 __all__ = ["collect", "fit", "weights_of"]
 
@@ -90,35 +91,37 @@ def weights_of(model: nn.Sequential) -> list[list[list[float]]]:
     return [torch.cat([layer.weight, layer.bias[:, None]], 1).tolist() for layer in layers]
 
 
-def main() -> None:
-    """Measure, print and write the weights; append the record to a file."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("--suite", required=True, help="NAME=FILE, separated by commas")
-    parser.add_argument("--weights", type=Path, required=True, help="JSON file of the weights")
-    parser.add_argument("--held-out", type=int, default=4, help="prompts of each suite, its first")
-    parser.add_argument("--limit", type=int, default=12, help="prompts of each suite, those held out among them")
-    parser.add_argument("--new-tokens", type=int, default=32, help="of each prompt")
-    options = parser.parse_args()
-    target, draft = (stree.TreeLM.from_pretrained(locate("bundled", name), "cpu") for name in ("target", "drafter"))
-    tokenizer, prompts = load_tokenizer(locate("bundled", "target")), {"held out": list[Any](), "training": list[Any]()}
-    for name, path in parse_suites(options.suite).items():
-        for place, prompt in enumerate(read_suite(name, path, options.limit)):
-            kind = "held out" if place < options.held_out else "training"
-            prompts[kind].append(tokenizer(prompt.turns[0])["input_ids"])
-    drafter = stree.drafters.ModelDrafter(draft)
-    nodes = {kind: collect(target, drafter, texts, options.new_tokens) for kind, texts in prompts.items()}
-    rows, weights = list[dict[str, Any]](), dict[str, Any]()
+def measure(
+    suite: str, weights: Path, held_out: int = 4, limit: int = 12, new_tokens: int = 32
+) -> list[dict[str, Any]]:
+    """Train both models, write their weights, and return one record.
+
+    Args:
+        suite: NAME=FILE, separated by commas.
+        weights: JSON file of the weights.
+        held_out: prompts of each suite, its first.
+        limit: prompts of each suite, those held out among them.
+        new_tokens: of each prompt.
+    """
+    pair, prompts = Pair.load(device="cpu"), {"held out": list[Any](), "training": list[Any]()}
+    for one in read_suites(parse_suites(suite), limit):
+        for prompt in one.prompts:
+            kind = "held out" if prompt.index < held_out else "training"
+            prompts[kind].append(pair.encode(prompt.turns[:1]))
+    assert pair.drafter is not None, "the bundled pair has one"
+    drafter = stree.drafters.ModelDrafter(pair.drafter)
+    nodes = {kind: collect(pair.target, drafter, texts, new_tokens) for kind, texts in prompts.items()}
+    rows, layers = list[dict[str, Any]](), dict[str, Any]()
     for name, hidden in MODELS.items():
         model = fit(hidden, *nodes["training"])
-        weights[name], rows = weights_of(model), [*rows, {"model": name}]
+        layers[name], rows = weights_of(model), [*rows, {"model": name}]
         for kind, (inputs, labels) in nodes.items():
             with torch.no_grad():
                 rows[-1][kind] = round(log_loss(model(inputs).squeeze(-1), labels).item(), 4)
-    options.weights.write_text(json.dumps(weights), encoding="utf-8")
-    params = {"nodes": {kind: len(labels) for kind, (_, labels) in nodes.items()}, "new_tokens": options.new_tokens}
-    lines = [[row["model"], row["training"], row["held out"]] for row in rows]
-    finish([{"bench": "decision", "params": params, "rows": rows}], options.out, TITLES, lines)
+    weights.write_text(json.dumps(layers), encoding="utf-8")
+    params = {"nodes": {kind: len(labels) for kind, (_, labels) in nodes.items()}, "new_tokens": new_tokens}
+    return [{"bench": "decision", "params": params, "rows": rows}]
 
 
 if __name__ == "__main__":
-    main()
+    study(measure, TITLES, lambda row: [row["model"], row["training"], row["held out"]])

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import stree
-from benchmarks.report import command_line, finish
-from stree.bench.prompts import parse_suites, read_suite
+from benchmarks.report import study
+from stree.bench.pair import Pair
+from stree.bench.plan import read_suites
+from stree.bench.prompts import parse_suites
 from stree.bench.summary import sum_ratio
 from stree.bench.tables import ratio_text
 from stree.drafters import Drafter, HeadDrafter
 from stree.heads import MaskedDiffusion, OneShotHead
-from stree.inputs import load_tokenizer, locate
+from stree.inputs import locate
 
 __all__ = ["TITLES", "cells", "drafters_of", "measure"]
 
@@ -63,30 +65,33 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [row["drafter"], row["method"], f"{row['draft_calls']:.1f}", *map(ratio_text, row["tau"].values())]
 
 
-def main() -> None:
-    """Measure and print; append the record to a file."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("--suite", required=True, help="NAME=FILE, separated by commas")
-    parser.add_argument("--drafters", required=True, help="NAME=SOURCE, separated by commas")
-    parser.add_argument("--steps", default="1,2,4", help="denoising steps, separated by commas")
-    parser.add_argument("--methods", default="calibrated:16,chain:4", help="one of these, or both")
-    parser.add_argument("--limit", type=int, default=6, help="prompts of each suite")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of each prompt")
-    options = parser.parse_args()
-    lm = stree.TreeLM.from_pretrained(locate("bundled", "target"), "cpu")
-    tokenizer, steps = load_tokenizer(locate("bundled", "target")), [int(count) for count in options.steps.split(",")]
-    suites = parse_suites(options.suite)
-    texts = [prompt.turns[0] for name, path in suites.items() for prompt in read_suite(name, path, options.limit)]
-    prompts, rows = [tokenizer(text)["input_ids"] for text in texts], list[dict[str, Any]]()
-    for part in options.drafters.split(","):
+def records(
+    suite: str, drafters: str, steps: str = "1,2,4", methods: str = "calibrated:16,chain:4", limit: int = 6,
+    new_tokens: int = 64,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Measure all drafters, in one record.
+
+    Args:
+        suite: NAME=FILE, separated by commas.
+        drafters: NAME=SOURCE, separated by commas.
+        steps: denoising steps, separated by commas.
+        methods: one of these, or both.
+        limit: prompts of each suite.
+        new_tokens: of each prompt.
+    """
+    pair, suites = Pair.load(device="cpu"), read_suites(parse_suites(suite), limit)
+    prompts, rows = [pair.encode(one.turns[:1]) for suite in suites for one in suite.prompts], list[dict[str, Any]]()
+    for part in drafters.split(","):
         name, _, source = part.partition("=")
-        for label, drafter in drafters_of(name, locate(source, "drafter"), steps, lm).items():
-            for method in options.methods.split(","):
-                rows.append({"drafter": label, **measure(lm, drafter, method, prompts, options.new_tokens)})
+        counts = [int(count) for count in steps.split(",")]
+        for label, drafter in drafters_of(name, locate(source, "drafter"), counts, pair.target).items():
+            for method in methods.split(","):
+                rows.append({"drafter": label, **measure(pair.target, drafter, method, prompts, new_tokens)})
                 print(*cells(rows[-1]), sep=" | ", flush=True)
-    params = {"limit": options.limit, "new_tokens": options.new_tokens, "suites": [*suites], "batch": len(prompts)}
-    finish([{"bench": "denoising", "params": params, "rows": rows}], options.out, TITLES, map(cells, rows))
+    names = [one.name for one in suites]
+    params = {"limit": limit, "new_tokens": new_tokens, "suites": names, "batch": len(prompts)}
+    return [{"bench": "denoising", "params": params, "rows": rows}]
 
 
 if __name__ == "__main__":
-    main()
+    study(records, TITLES, cells)

@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
 import torch
 
 import stree
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from stree.bench.pair import Pair
 from stree.bench.records import ROOT, Record
 from stree.decode.batch_grammars import BatchGrammars
@@ -105,39 +106,36 @@ def measured(pair: Pair, drafter: Drafter, name: str, temperature: float, seeds:
     }  # fmt: skip
 
 
-def rows(records: list[Record]) -> Iterator[list[str]]:
-    """Yield the lines of the printed table."""
-    for record in records:
-        params = record["params"]
-        yield [
-            params["schema"], params["drafter"], str(params["temperature"]), str(params["forced"]),
-            f"{record['value']:.1f} of {record['tokens']:.1f} tokens", f"{record['grammar_ms']} of {record['step_ms']}",
-        ]  # fmt: skip
+def cells(record: Record) -> list[str]:
+    """Return the line of the printed table."""
+    params = record["params"]
+    return [
+        params["schema"], params["drafter"], str(params["temperature"]), str(params["forced"]),
+        f"{record['value']:.1f} of {record['tokens']:.1f} tokens", f"{record['grammar_ms']} of {record['step_ms']}",
+    ]  # fmt: skip
 
 
-def main() -> None:
-    """Measure both schemas with both drafters."""
-    file = ROOT / "benchmarks" / "results" / "grammars" / "results.jsonl"
-    parser = command_line(__doc__, "file of JSON lines to which the records are appended", default=file)
-    parser.add_argument("--target", default="bundled")
-    parser.add_argument("--drafter", default="bundled")
-    parser.add_argument("--schemas", default=",".join(SCHEMAS))
-    parser.add_argument("--seeds", type=int, default=6)
-    options = parser.parse_args()
+def records(
+    target: str = "bundled", drafter: str = "bundled", schemas: str = ",".join(SCHEMAS), seeds: int = 6
+) -> Iterator[Record]:
+    """Measure schemas with both drafters, at both temperatures, with and without forced nodes.
+
+    Args:
+        target: as of stree bench run.
+        drafter: as of stree bench run.
+        schemas: their names, separated by commas.
+        seeds: documents of each.
+    """
     torch.set_num_threads(1)
-    pair = Pair.load(options.target, options.drafter, device="cpu")
+    pair = Pair.load(target, drafter, device="cpu")
     assert pair.drafter is not None, "a draft model was named"
-    records = [
-        measured(pair, drafter, name, temperature, options.seeds, is_forced=is_forced)
-        for name in options.schemas.split(",")
-        for drafter in (SuffixDrafter(), ModelDrafter(pair.drafter))
-        for temperature in (0.0, 0.8)
-        for is_forced in (False, True)
-    ]
-    for record in records:
-        record["params"]["target"] = options.target
-    finish(records, options.out, ["schema", "drafter", "T", "forced", "steps", "ms of grammar a step"], rows(records))
+    drafters: list[Drafter] = [SuffixDrafter(), ModelDrafter(pair.drafter)]
+    for name, one, temperature, is_forced in product(schemas.split(","), drafters, (0.0, 0.8), (False, True)):
+        record = measured(pair, one, name, temperature, seeds, is_forced=is_forced)
+        record["params"]["target"] = target
+        yield record
 
 
 if __name__ == "__main__":
-    main()
+    file = ROOT / "benchmarks" / "results" / "grammars" / "results.jsonl"
+    study(records, ["schema", "drafter", "T", "forced", "steps", "ms of grammar a step"], cells, default=file)

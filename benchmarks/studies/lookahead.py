@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 import stree
-from benchmarks.report import command_line, finish
-from stree.bench.prompts import parse_suites, read_suite
+from benchmarks.report import study
+from stree.bench.pair import Pair
+from stree.bench.plan import read_suites
+from stree.bench.prompts import parse_suites
 from stree.bench.summary import sum_ratio
 from stree.bench.tables import ratio_text
-from stree.inputs import load_tokenizer, locate
 from stree.tree import TokenTree
 
 __all__ = ["TITLES", "Shape", "cells", "chooser", "decode"]
@@ -110,27 +111,24 @@ def chooser(temperature: float, seed: int) -> Callable[[Tensor], int]:
     return choose
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure and print; append the record to a file."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("--suite", required=True, help="NAME=FILE, separated by commas")
-    parser.add_argument("--shapes", default="5,3,5:7,5,7:15,5,15", help="W,N,G, separated by colons")
-    parser.add_argument("--limit", type=int, default=4, help="prompts of each suite")
-    parser.add_argument("--new-tokens", type=int, default=48, help="of each prompt")
-    options = parser.parse_args(arguments)
-    source = locate("bundled", "target")
-    lm, tokenizer = stree.TreeLM.from_pretrained(source, "cpu"), load_tokenizer(source)
-    suites, rows = parse_suites(options.suite), list[dict[str, Any]]()
-    prompts = [
-        tokenizer(prompt.turns[0])["input_ids"]
-        for name, path in suites.items() for prompt in read_suite(name, path, options.limit)
-    ]  # fmt: skip
-    for sizes in options.shapes.split(":"):
-        shape = Shape(*map(int, sizes.split(",")))
+def records(
+    suite: str, shapes: str = "5,3,5:7,5,7:15,5,15", limit: int = 4, new_tokens: int = 48
+) -> list[dict[str, Any]]:
+    """Measure all shapes, in one record.
+
+    Args:
+        suite: NAME=FILE, separated by commas.
+        shapes: W,N,G, separated by colons.
+        limit: prompts of each suite.
+        new_tokens: of each prompt.
+    """
+    pair, suites = Pair.load(device="cpu"), read_suites(parse_suites(suite), limit)
+    prompts, rows = [pair.encode(one.turns[:1]) for suite in suites for one in suite.prompts], list[dict[str, Any]]()
+    for sizes in shapes.split(":"):
         row: dict[str, Any] = {"shape": sizes, "tau": {}}
         for temperature in TEMPERATURES:
             decoded = [
-                decode(lm, prompt, options.new_tokens, shape, chooser(temperature, place))
+                decode(pair.target, prompt, new_tokens, Shape(*map(int, sizes.split(","))), chooser(temperature, place))
                 for place, prompt in enumerate(prompts)
             ]
             tokens, steps = [len(text) - 1 for text, _, _ in decoded], [steps for _, steps, _ in decoded]
@@ -138,8 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             row["nodes"] = round(sum(nodes for _, _, nodes in decoded) / sum(steps), 1)
         rows.append(row)
         print(*cells(row), sep=" | ", flush=True)
-    params = {"limit": options.limit, "new_tokens": options.new_tokens, "suites": [*suites]}
-    finish([{"bench": "lookahead", "params": params, "rows": rows}], options.out, TITLES, map(cells, rows))
+    params = {"limit": limit, "new_tokens": new_tokens, "suites": [one.name for one in suites]}
+    return [{"bench": "lookahead", "params": params, "rows": rows}]
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -148,4 +146,4 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    study(records, TITLES, cells)

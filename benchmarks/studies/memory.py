@@ -6,13 +6,13 @@ table.  The tensors are those that decoding would allocate.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from benchmarks.published import whole
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from stree.bench.records import ROOT, Record
 from stree.cli.info import describe_model
 
@@ -39,21 +39,18 @@ def record_of(name: str) -> Record:
     }
 
 
-def rows(records: list[Record]) -> Iterator[list[str]]:
-    """Yield the lines of the table that docs/results.md shows."""
-    for record in records:
-        state, node = record["state_bytes"] / 2**20, record["value"] / 2**10
-        ratios = (f"1/{record[name]:.0f}" for name in ("nodes_per_state", "bar"))
-        yield [record["params"]["model"], f"{state:.0f} MiB", f"{node:.0f} KiB", *ratios]
+def cells(record: Record) -> list[str]:
+    """Return the line of the table that docs/results.md shows."""
+    state, node = record["state_bytes"] / 2**20, record["value"] / 2**10
+    ratios = (f"1/{record[name]:.0f}" for name in ("nodes_per_state", "bar"))
+    return [record["params"]["model"], f"{state:.0f} MiB", f"{node:.0f} KiB", *ratios]
 
 
-def main() -> None:
+def records() -> list[Record]:
     """Measure all models."""
-    file = ROOT / "benchmarks" / "results" / "memory" / "results.jsonl"
-    options = command_line(__doc__, "file of JSON lines to which the records are appended", default=file).parse_args()
-    records = [record_of(name) for name in BARS]
-    finish(records, options.out, ["model", "one full state", "a node", "ratio", "bar"], rows(records))
+    return list(map(record_of, BARS))
 
 
 if __name__ == "__main__":
-    main()
+    file = ROOT / "benchmarks" / "results" / "memory" / "results.jsonl"
+    study(records, ["model", "one full state", "a node", "ratio", "bar"], cells, default=file)

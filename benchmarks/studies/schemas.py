@@ -27,7 +27,7 @@ import jsonschema
 import torch
 
 import stree
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from stree.bench.pair import Pair
 from stree.bench.records import ROOT, Record
 
@@ -122,39 +122,39 @@ def checked(
     return counts, wrong
 
 
-def study(pair: Pair, folder: Path, count: int, most: int) -> Iterator[Record]:
-    """Yield a record for each temperature."""
-    schemas, refused = chosen(folder, count, pair)
+def cells(record: Record) -> list[object]:
+    """Return the line of a temperature."""
+    return [record["params"]["temperature"], record["schemas"], *(record[name] for name in COUNTS)]
+
+
+def study_of(folder: Path, schemas: int = 600, tokens: int = 160) -> Iterator[Record]:
+    """Yield a record for each temperature.
+
+    Args:
+        folder: of JSONSchemaBench, with a folder for each source.
+        schemas: their number.
+        tokens: most of a document.
+    """
+    torch.set_num_threads(1)
+    pair = Pair.load(device="cpu")
+    taken, refused = chosen(folder, schemas, pair)
     for temperature in (0.0, 0.8):
         counts, wrong = Counter[str](dict.fromkeys(COUNTS, 0)), list[str]()
-        for place in range(0, len(schemas), ROWS):
-            part = schemas[place : place + ROWS]
-            found, bad = checked(pair, part, temperature, most, has_controls=place < CONTROLS)
+        for place in range(0, len(taken), ROWS):
+            part = taken[place : place + ROWS]
+            found, bad = checked(pair, part, temperature, tokens, has_controls=place < CONTROLS)
             counts.update(found)
             wrong += bad
             print(temperature, dict(counts), *bad, sep="\n", flush=True)
         yield {
             "bench": "schemas", "provider": "stree", "dtype": "float32",
-            "params": {"temperature": temperature, "budget": BUDGET, "verifier": "match", "most_tokens": most},
-            "metric": "valid", "unit": "texts", "value": counts["valid"], "schemas": len(schemas),
+            "params": {"temperature": temperature, "budget": BUDGET, "verifier": "match", "most_tokens": tokens},
+            "metric": "valid", "unit": "texts", "value": counts["valid"], "schemas": len(taken),
             "refused": dict(refused), **counts, "wrong": wrong,
         }  # fmt: skip
 
 
-def main() -> None:
-    """Read the options and decode."""
-    file = ROOT / "benchmarks" / "results" / "grammars" / "schemas.jsonl"
-    parser = command_line(__doc__, "file of JSON lines to which the records are appended", default=file)
-    parser.add_argument("folder", type=Path, help="of JSONSchemaBench, with a folder for each source")
-    parser.add_argument("--schemas", type=int, default=600)
-    parser.add_argument("--tokens", type=int, default=160, help="most of a document")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    records = list(study(Pair.load(device="cpu"), options.folder, options.schemas, options.tokens))
-    titles = ["T", "schemas", "same", "ended", "valid", "same with another seed", "valid without grammar"]
-    rows = ([one["params"]["temperature"], one["schemas"], *(one[name] for name in COUNTS)] for one in records)
-    finish(records, options.out, titles, rows)
-
-
 if __name__ == "__main__":
-    main()
+    file = ROOT / "benchmarks" / "results" / "grammars" / "schemas.jsonl"
+    titles = ["T", "schemas", "same", "ended", "valid", "same with another seed", "valid without grammar"]
+    study(study_of, titles, cells, default=file, by_place="folder")

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 
 __all__ = ["RULES", "TITLES", "cells", "rows"]
 
@@ -93,19 +93,19 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [row["rule"], *(f"{row[name]:.3f}" for name in ("error_mean", "error_max", "accepted"))]
 
 
-def main() -> None:
-    """Measure and print; append the record to a file."""
-    parser = command_line(__doc__, "file of JSON lines to which the record is appended")
-    parser.add_argument("--cases", type=int, default=200, help="pairs of distributions")
-    parser.add_argument("--vocab", type=int, default=7, help="tokens")
-    parser.add_argument("--children", type=int, default=3, help="of the node")
-    options = parser.parse_args()
-    if not 1 <= options.children <= options.vocab or options.cases < 1:
-        parser.error(f"--children must be in [1, {options.vocab}] and --cases at least 1")
-    found = rows(options.cases, options.vocab, options.children)
-    given = {"cases": options.cases, "vocab": options.vocab, "children": options.children}
-    finish([{"bench": "stree-rule", **given, "rows": found}], options.out, TITLES, map(cells, found))
+def measure(cases: int = 200, vocab: int = 7, children: int = 3) -> list[dict[str, Any]]:
+    """Measure all rules, in one record.
+
+    Args:
+        cases: pairs of distributions.
+        vocab: tokens.
+        children: of the node.
+    """
+    if not 1 <= children <= vocab or cases < 1:
+        raise ValueError(f"--children must be in [1, {vocab}] and --cases at least 1")
+    given = {"cases": cases, "vocab": vocab, "children": children}
+    return [{"bench": "stree-rule", **given, "rows": rows(**given)}]
 
 
 if __name__ == "__main__":
-    main()
+    study(measure, TITLES, cells)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
-from benchmarks.report import command_line, finish
+from benchmarks.report import study
 from stree import TokenTree, TreeLM
 from stree.bench.records import Record
 from stree.bench.sequential import ReplayLM, SnapshotLM
@@ -78,8 +78,13 @@ def measure(lm: TreeLM, widths: Sequence[int], rounds: int, steps: int = 4) -> d
     return best
 
 
-def records(rounds: int) -> Iterator[Record]:
-    """Measure all models."""
+def records(rounds: int = 6) -> Iterator[Record]:
+    """Measure all models.
+
+    Args:
+        rounds: of 4 steps of every way.
+    """
+    torch.set_num_threads(1)
     for name, lm in models():
         seconds = {n: measure(lm, widths, rounds) for n, widths in TREES.items()}
         kept = {"packed": measure_state(lm).stash_per_node, "unrolled": None}
@@ -98,15 +103,5 @@ def cells(record: Record) -> list[str]:
     return [record["model"], record["way"], text, *(f"{record[f'ms_{n}']:.1f}" for n in TREES), over]
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = command_line(__doc__, "file of JSON lines that the record replaces")
-    parser.add_argument("--rounds", type=int, default=6, help="of 4 steps of every way")
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = list(records(options.rounds))
-    finish(rows, options.out, TITLES, map(cells, rows), replaces=True)
-
-
 if __name__ == "__main__":
-    main()
+    study(records, TITLES, cells, replaces=True)

@@ -22,8 +22,6 @@ def acceptance_by_depth(blocks: Sequence[Record]) -> list[float]:
 
 def _reached(block: Record) -> list[int]:
     """Count the steps of a record's sequences that accepted a node at each depth; the root is depth 0."""
-    if "reached" in block:  # of an older version
-        return list(block["reached"])
     counts = [float(block["sequence_steps"])]
     for share in block.get("acceptance_by_depth", ()):
         counts.append(counts[-1] * share)

@@ -25,7 +25,6 @@ from stree.growth.sequoia import SOURCE
 __all__ = ["run_bench"]
 
 LOG_EVERY = 15.0  # seconds between lines of progress where there is no terminal
-LATER = {"return_steps": False, "top_k": None, "top_p": None, "repeats": 1}  # settings that older runs do not record
 
 
 def run_bench(
@@ -107,11 +106,7 @@ def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], sett
         "suites": {s.name: {"prompts": len(s.prompts), "file": s.digest} for s in suites},
         "methods": [f"{method.name} ({method.verifier})" for method in methods],
         "seed": settings.seeds[0] if len(settings.seeds) == 1 else settings.seeds,
-        **{
-            name: value
-            for name in settings.__slots__
-            if name != "seeds" and (value := getattr(settings, name)) != LATER.get(name, ())
-        },
+        **{name: getattr(settings, name) for name in settings.__slots__ if name != "seeds"},
     }
 
 

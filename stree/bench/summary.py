@@ -73,8 +73,7 @@ def _tau_counts(blocks: Blocks, keys: Iterable[tuple[Any, Any]]) -> tuple[list[f
 
 def _sequence_steps(block: Record) -> int:
     """Count the steps of each of a block's sequences: those of a batch end at different steps."""
-    # Records of older runs count them as the first entry of "reached".
-    return int(block["sequence_steps"] if "sequence_steps" in block else sum(block["reached"][:1]))
+    return int(block["sequence_steps"])
 
 
 def summarise(records: Sequence[Record]) -> list[Record]:
@@ -193,7 +192,7 @@ def _figures(blocks: Sequence[Record], check: Record) -> Record:
         "largest_gap": max(gaps, default=0.0),
         "p_value": check.get("p_value"),
         "tested_tokens": check.get("num_tokens"),
-        "greedy_identical": check.get("greedy_identical", check.get("greedy_twin", False)),  # or its older name
+        "greedy_identical": check.get("greedy_identical", False),
         **{f"{part}_ms": 1e3 * sum(block[f"{part}_s"] for block in blocks) / steps for part in PARTS},
     }
 

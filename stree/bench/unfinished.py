@@ -25,8 +25,6 @@ def with_unfinished(rows: Sequence[Record], records: Sequence[Record], config: M
         rows; where texts are missing with ``unfinished``, which says how many there are.
     """
     suites, temperatures = config.get("suites", {}), config.get("temperatures", ())
-    if not all(isinstance(suite, dict) for suite in suites.values()):
-        return list(rows)
     texts: dict[tuple[str, float, str], set[tuple[int, int]]] = defaultdict(set)  # prompt and seed
     for record in records:
         if record["metric"] in ("tokens_per_s", "skipped"):

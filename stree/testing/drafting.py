@@ -260,13 +260,3 @@ def check_drafter(
     if has_drawn and not is_uneven:
         notes += (UNIFORM,)
     return Report(f"drafter {type(drafter).__name__}", cases, worst, notes)
-
-
-def _texts(prompts: Sequence[Sequence[int]] | None, vocab: int) -> list[tuple[int, ...]]:
-    """Return the texts before trees: those given, or by default one of a single token, the root's, and one of six."""
-    if prompts is None:
-        return [(), tuple(token % vocab for token in PROMPT)]
-    texts = [integers("prompts", prompt) for prompt in prompts]
-    if not texts or not all(text and min(text) >= 0 and max(text) < vocab for text in texts):
-        raise ValueError(f"prompts must be texts of tokens in [0, {vocab}), got {prompts!r:.80}")
-    return texts
