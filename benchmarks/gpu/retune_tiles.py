@@ -8,7 +8,7 @@ shapes: the best has the smallest mean, over them, of the logarithm of its time 
 gpu_tiles.jsonl gets a JSON line for every measurement and every entry; "lines" in the last line of output replace those
 of the tables in `kernels/tiles.py`.
 
-When the time is up it chooses from what is measured, and says how many entries were left out.  Several processes build
+When the time is up it ends behind the case that runs, and chooses from what is measured.  Several processes build
 the candidates first; that is most of the work all the same, so only the first model shape of an operation is tuned, if
 not all are asked for.
 """
@@ -60,18 +60,10 @@ class Watched(dict):
         return found
 
 
-def candidates(op: str, present: Entry, smoke: bool) -> list[Entry]:
-    """The present entry of the table, then other entries; only one other at tiny sizes."""
-    others = [entry for entry in itertools.product(*TABLES[op][1]) if entry != present]
-    return [present, *others[: 1 if smoke else None]]
+def measure(case: Case, table: Watched, dtype: torch.dtype, device: torch.device) -> Iterator[Record]:
+    """Compare each candidate with the reference, then time it; the first one is the entry in the table.
 
-
-def measure(
-    case: Case, table: Watched, dtype: torch.dtype, device: torch.device, deadline: float = math.inf
-) -> Iterator[Record]:
-    """Compare each candidate with the reference, then time it, until the time is up.
-
-    The first is the entry in the table.  The last record says how many were left out, if any were.
+    ``ratio`` is an entry's time beside that of the first one that was timed; on a CPU there is one other candidate.
     """
     generator = torch.Generator(device).manual_seed(0)
     first = case.make(generator)
@@ -82,19 +74,19 @@ def measure(
     except Exception:  # the present entry may have no room here, others may have
         if table.key is None:
             raise
-    key, present = table.key, table[table.key]
+    key, present, base = table.key, table[table.key], None
+    others = [entry for entry in itertools.product(*TABLES[case.op][1]) if entry != present]
     sets = case.input_sets(generator)
-    entries = candidates(case.op, present, smoke=device.type != "cuda")
-    for place, entry in enumerate(entries):
-        if time.monotonic() > deadline:
-            yield {"op": case.op, "params": dict(case.params), "left_out": len(entries) - place}
-            return
+    for entry in [present, *(others if device.type == "cuda" else others[:1])]:
         table.other = entry
         record = {"op": case.op, "params": dict(case.params), "dtype": str(dtype)[6:], "key": key, "entry": entry}
         record |= {"present": entry == present}
         try:
             record |= case.compared(call(copied(first)), expected, dtype)
-            record |= case.timed(call, sets, device) if record["correct"] else {}
+            if record["correct"]:
+                record |= case.timed(call, sets, device)
+                base = base or record["p50"]
+                record["ratio"] = record["p50"] / base
         except Exception as problem:  # an entry that this GPU has no room for, say: no failure
             record["no_room"] = failure(problem)["problem"]
         yield record
@@ -113,19 +105,11 @@ def build_share(run: Run, options: argparse.Namespace, tables: Mapping[str, Watc
 
 
 def choose(records: Sequence[Record]) -> list[Record]:
-    """The best entry of each key among those right in all its cases: the smallest mean logarithm of times.
-
-    Times are set beside one of the same case, since the last case may lack entries: that of the present entry, or the
-    least one where that fails.
-    """
+    """The best entry of each key among those right in all its cases: the smallest mean logarithm of times."""
     groups: dict[tuple[str, Any], dict[Entry, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for record in records:
+        groups[record["op"], record["key"]][record["entry"]].append(math.log(record.get("ratio", math.inf)))
     present = {(record["op"], record["key"]): record["entry"] for record in records if record["present"]}
-    for case in by_case(records):
-        times = [record.get("p50", math.inf) for record in case]
-        base = min(times) if times[0] == math.inf else times[0]
-        for record, taken in zip(case, times, strict=True):
-            ratio = taken / base if taken < math.inf else math.inf
-            groups[record["op"], record["key"]][record["entry"]].append(math.log(ratio))
     chosen = []
     for (op, key), entries in groups.items():
         means = {entry: sum(logs) / len(logs) for entry, logs in entries.items()}
@@ -133,16 +117,6 @@ def choose(records: Sequence[Record]) -> list[Record]:
         if means[best] < math.inf:
             chosen.append({"op": op, "key": key, "best": best, "now": now, "gain": math.exp(means[now] - means[best])})
     return chosen
-
-
-def by_case(records: Sequence[Record]) -> list[list[Record]]:
-    """Part records into cases: each begins with the present entry."""
-    parts: list[list[Record]] = []
-    for record in records:
-        if record["present"]:
-            parts.append([])
-        parts[-1].append(record)
-    return parts
 
 
 def tuned(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[Case, torch.dtype]]:
@@ -160,25 +134,14 @@ def tuned(options: argparse.Namespace, device: torch.device) -> Iterator[tuple[C
 def measure_all(run: Run, options: argparse.Namespace, tables: Mapping[str, Watched]) -> None:
     """Measure every case until the time is up; a case that fails is a record."""
     if run.device.type == "cuda":
-        task = Task("builds", (sys.executable, "-m", "benchmarks.gpu.retune_tiles", *builds_of(options)))
+        task = Task("builds", (sys.executable, "-m", "benchmarks.gpu.retune_tiles", *sys.argv[1:]))
         with tempfile.TemporaryDirectory() as folder:
             supervisor = Supervisor(Path(folder, "builds.jsonl"), (time.monotonic() + run.deadline) / 2)
             supervisor.run(shares(task, WORKERS), WORKERS)
-    for case, dtype in tuned(options, run.device):
-        params = {"op": case.op, "params": dict(case.params)}
-        if run.is_over:
-            run.add({**params, "left_out": math.prod(map(len, TABLES[case.op][1]))})
-            continue
-        with run.part(bench="retune_tiles", adds=False, **params):  # a case may be too large for this GPU
-            for record in measure(case, tables[case.op], dtype, run.device, run.deadline):
+    for case, dtype in run.cases(tuned(options, run.device), name=lambda pair: pair[0].op):
+        with run.part(bench="retune_tiles", adds=False, op=case.op, params=dict(case.params)):  # may be too large
+            for record in measure(case, tables[case.op], dtype, run.device):
                 run.add(record)
-
-
-def builds_of(options: argparse.Namespace) -> list[str]:
-    """Write the options that say what is tuned as arguments."""
-    lists = {"--ops": options.ops, "--nodes": options.nodes, "--batches": options.batches, "--dtypes": options.dtypes}
-    given = [text for name, values in lists.items() for text in (name, *map(str, values))]
-    return [*given, "--all-shapes"] if options.all_shapes else given
 
 
 def main() -> int:
@@ -206,8 +169,7 @@ def main() -> int:
     titles = ["table", "key", "now", "best", "times faster" if run.device.type == "cuda" else "not meaningful"]
     rows = [[TABLES[b["op"]][0], b["key"], b["now"], b["best"], f"{b['gain']:.2f}"] for b in best]
     lines = [f"{TABLES[line['op']][0]}:    {line['key']}: {line['best']}," for line in best]
-    left_out = sum(record.get("left_out", 0) for record in run.records)
-    return run.report(titles, rows, measured=len(entries), entries=len(best), left_out=left_out, lines=lines)
+    return run.report(titles, rows, measured=len(entries), entries=len(best), lines=lines)
 
 
 if __name__ == "__main__":

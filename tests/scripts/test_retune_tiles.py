@@ -64,7 +64,7 @@ def test_the_script_runs_at_tiny_sizes(
     assert all(r["correct"] for r in measured)
     assert [(r["op"], r["key"]) for r in best] == [("ssd_step", [16, True]), ("conv_step", 8)]
     last = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert (last["measured"], last["entries"], last["left_out"], last["failures"]) == (4, 2, 0, 0)
+    assert (last["measured"], last["entries"], last["failures"]) == (4, 2, 0)
     assert last["lines"][0].startswith("_SSD:    (16, True): (")
 
 
@@ -84,22 +84,17 @@ def test_a_candidate_that_computes_something_else_is_not_timed(table: retune_til
 
 
 def test_the_best_entry_is_right_everywhere_and_fastest_on_average() -> None:
-    def record(entry: str, time: float | None, **extra: Any) -> dict[str, Any]:
+    def record(entry: str, ratio: float | None) -> dict[str, Any]:
         names = {"op": "ssd_step", "key": (16, False), "entry": (entry,), "present": entry == "now"}
-        return names | ({"correct": False} if time is None else {"correct": True, "p50": time}) | extra
+        return names | ({"correct": False} if ratio is None else {"correct": True, "ratio": ratio})
 
     found = retune_tiles.choose(
-        [record("now", 8.0), record("even", 4.0), record("uneven", 2.0), record("wrong", 1.0),
-         record("now", 8.0), record("even", 4.0), record("uneven", 9.0), record("wrong", None)]
+        [record("now", 1.0), record("even", 0.5), record("uneven", 0.25), record("wrong", 0.1),
+         record("now", 1.0), record("even", 0.5), record("uneven", 1.2), record("wrong", None)]
     )  # fmt: skip
     best = {"op": "ssd_step", "key": (16, False), "best": ("even",), "now": ("now",), "gain": pytest.approx(2.0)}
     assert found == [best]
-    # The second case, whose times are ten times as long, was cut off before the best.
-    found = retune_tiles.choose(
-        [record("now", 8.0), record("uneven", 6.0), record("even", 4.0), record("now", 80.0), record("uneven", 60.0)]
-    )
-    assert found == [best]
     # Without a present entry that runs, the others are compared with each other.
-    found = retune_tiles.choose([record("now", None), record("uneven", 6.0), record("even", 4.0)])
+    found = retune_tiles.choose([record("now", None), record("uneven", 1.0), record("even", 0.7)])
     assert found == [{**best, "gain": float("inf")}]
     assert retune_tiles.choose([record("now", None), record("wrong", None)]) == []
