@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class Mixer:
@@ -139,9 +136,3 @@ def tiny(models: Mapping[str, Any]) -> Mapping[str, Any]:
     if models is LATENTS:
         return {"tiny-latent": Attention(2, 1, 24, latent=16, context=160)}
     return TINY[type(next(iter(models.values())))]
-
-
-def binary_tree(batch: int, n: int, device: torch.device) -> Tensor:
-    """Parents of a complete binary tree: int32[batch, n]."""
-    nodes = torch.arange(n, dtype=torch.int32)
-    return ((nodes - 1).div(2, rounding_mode="floor")).clamp(min=-1).expand(batch, n).contiguous().to(device)

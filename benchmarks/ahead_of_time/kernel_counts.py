@@ -29,6 +29,7 @@ import stree
 from benchmarks.ahead_of_time.launch_counter import LaunchCounter
 from benchmarks.ahead_of_time.whole_step import as_on_a_gpu
 from benchmarks.report import study
+from stree.bench.device_clock import binary_parents
 from stree.bench.records import Record
 
 FAMILIES = (
@@ -106,9 +107,8 @@ def count(family: str, nodes: int, provider: str) -> list[Record]:
         lm.fused_layers, lm.fused_mixers = provider != "before", provider == "mixers"
         state = lm.new_state(1, 64, nodes, fixed_shapes=True)
         lm.prefill(state, torch.arange(CONTEXT)[None] % lm.vocab_size)
-        parents = [(node - 1) // 2 if node else -1 for node in range(nodes)]
         tokens = torch.arange(nodes)[None] % lm.vocab_size
-        tree = stree.TokenTree.unchecked(tokens, torch.tensor([parents], dtype=torch.int32))
+        tree = stree.TokenTree.unchecked(tokens, binary_parents(1, nodes, lm.device))
         tree.ancestor_mask, tree.depths  # noqa: B018  # a drafter has asked for both
         path, lengths = torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
         lm.verify(state, tree)

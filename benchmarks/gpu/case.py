@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.shapes import binary_tree
-from stree.bench.device_clock import time_graph
+from stree.bench.device_clock import binary_parents, time_graph
 from stree.bench.records import Record
 from stree.kernels.dispatch import Backend
 from stree.kernels.precision import float32_tolerance
@@ -107,7 +106,7 @@ class Size:
     def tree(self, conv_width: int | None = None) -> Inputs:
         """Indices of binary trees, and of an accepted path of the tree before: the leftmost one."""
         length = min(PATH, self.n.bit_length())
-        parents = binary_tree(self.batch, self.n, self.device)
+        parents = binary_parents(self.batch, self.n, self.device)
         nodes = [[2**depth - 1 for depth in range(length)]] * self.batch
         path = torch.tensor(nodes, dtype=torch.int32, device=self.device)
         lengths = torch.full((self.batch,), length, dtype=torch.int32, device=self.device)

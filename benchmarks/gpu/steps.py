@@ -28,7 +28,7 @@ import stree
 from benchmarks.gpu.models import DTYPES, configurations, free, model_of
 from benchmarks.gpu.peer_steps import mamba_ssm_step, why_not
 from benchmarks.gpu.run import Run, begin, command_line
-from benchmarks.shapes import binary_tree
+from stree.bench import device_clock
 from stree.bench.device_clock import time_calls, time_graph
 from stree.bench.predictions import predicted_ms
 from stree.bench.profile import bytes_moved, copy_bandwidth
@@ -163,22 +163,9 @@ def _providers(device: torch.device) -> list[tuple[int, str]]:
 
 def step_of(lm: stree.TreeLM, state: Any, n: int, context: int) -> Callable[[], Any]:
     """A call that verifies a binary tree and commits its leftmost path; the text may not outgrow the state."""
-    batch = state.batch_size
-    tokens = torch.randint(lm.vocab_size, (batch, n)).to(lm.device)  # a failed capture may spoil the device's draws
-    tree = stree.TokenTree.unchecked(tokens, binary_tree(batch, n, lm.device))
-    tree = stree.TokenTree.unchecked(tokens, tree.parents, tree.depths, tree.ancestor_mask)  # as a growth leaves it
-    length = min(PATH, n.bit_length())
-    path = torch.tensor([[2**depth - 1 for depth in range(length)]] * batch, dtype=torch.int32, device=lm.device)
-    lengths = torch.full((batch,), length, dtype=torch.int32, device=lm.device)
     state.lengths.fill_(context)
     state.length_bound = context
-
-    def step() -> Any:
-        logits = lm.verify(state, tree)
-        lm.commit(state, path, lengths)
-        return logits
-
-    return step
+    return device_clock.step_of(lm, state, n, PATH)
 
 
 def state_for(lm: stree.TreeLM, batch: int, context: int) -> Any:

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.report import study
 from stree import TokenTree, TreeLM
+from stree.bench.device_clock import binary_parents
 from stree.bench.records import Record
 from stree.inputs import ASSETS
 
@@ -31,17 +32,11 @@ PATH = (0, 1, 3)  # nodes that are committed, as far as the tree has them
 TITLES = ("way", "axis", "nodes", "batch", "context", "verify, ms", "commit, ms")
 
 
-def binary_tree(batch: int, nodes: int, vocab: int) -> TokenTree:
-    """Make trees in which node i is a child of node (i - 1) // 2."""
-    tokens = torch.randint(vocab, (batch, nodes), generator=torch.Generator().manual_seed(0))
-    parents = (torch.arange(nodes) - 1).div(2, rounding_mode="floor").int()
-    return TokenTree(tokens, parents.clamp(min=-1).expand(batch, -1).contiguous())
-
-
 def step(lm: TreeLM, nodes: int, batch: int, context: int) -> Callable[[], tuple[float, float]]:
     """Return what times one verification and one commit behind ``context`` tokens, in seconds."""
     state = lm.new_state(batch, context + nodes, nodes)
-    tree, path = binary_tree(batch, nodes, lm.vocab_size), [node for node in PATH if node < nodes]
+    tokens = torch.randint(lm.vocab_size, (batch, nodes), generator=torch.Generator().manual_seed(0))
+    tree, path = TokenTree(tokens, binary_parents(batch, nodes, lm.device)), [node for node in PATH if node < nodes]
     paths = torch.tensor([path] * batch, dtype=torch.int32)
     count = torch.full((batch,), len(path), dtype=torch.int32)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Mamba2Config, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from stree.bench.device_clock import time_calls, time_graph
+from stree.bench.device_clock import binary_parents, time_calls, time_graph, tree_step
 from stree.bench.predictions import predicted_ms
 from stree.bench.profile import bytes_moved, copy_bandwidth
 from stree.bench.records import environment
@@ -30,9 +30,8 @@ from stree.kernels.precision import float32_tolerance
 from stree.models.self_check import layer_errors, model_error
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
-from stree.tree import TokenTree
 
-__all__ = ["attempted", "check_device", "compare_with_forwards", "tree_step", "without_names"]
+__all__ = ["attempted", "check_device", "compare_with_forwards", "without_names"]
 
 MINUTES = 9.0  # after which no further part begins
 BATCH, NODES, TERMS, CONTEXT = 2, 16, 512, 256
@@ -114,7 +113,7 @@ def _operands(generator: torch.Generator, dtype: torch.dtype) -> dict[str, dict[
         return wide(NODES, *shape).to(dtype)
 
     device = generator.device
-    parents = _binary_parents(NODES, device).expand(BATCH, -1).contiguous()
+    parents = binary_parents(BATCH, NODES, device)
     decay = wide(NODES, 4).abs() * -0.1
     unit_k, unit_q = (torch.nn.functional.normalize(wide(NODES, 2, 64), dim=-1).to(dtype) for _ in range(2))
     probs = wide(3, 5000).softmax(-1)
@@ -156,11 +155,6 @@ def _operands(generator: torch.Generator, dtype: torch.dtype) -> dict[str, dict[
             "draw_distinct": {"dist": probs, "uniform": uniform[..., None].expand(-1, -1, 4).contiguous()},
         }
     return found
-
-
-def _binary_parents(nodes: int, device: torch.device) -> Tensor:
-    """Return int32[1, nodes] parents of a binary tree."""
-    return torch.tensor([[(node - 1) // 2 if node else -1 for node in range(nodes)]], dtype=torch.int32, device=device)
 
 
 def _in_double(value: Any) -> Any:
@@ -257,24 +251,6 @@ def time_steps(device: torch.device) -> dict[str, Any]:
     key = "captured_us" if is_gpu else "launched_us"
     ratios = {nodes: row[key] / rows["1"][key] for nodes, row in rows.items()}
     return {"model": f"{name}, {details}", "bytes_per_s": bandwidth, "nodes": rows, "over_one_node": ratios, "ok": True}
-
-
-def tree_step(lm: TreeLM, nodes: int, context: int) -> Callable[[], Any]:
-    """Return a call that verifies a binary tree behind ``context`` tokens and commits its root."""
-    state = lm.new_state(1, context + 512, nodes, fixed_shapes=True)
-    lm.prefill(state, torch.arange(context, device=lm.device)[None] % lm.vocab_size)
-    tokens, parents = torch.arange(nodes, device=lm.device)[None] % lm.vocab_size, _binary_parents(nodes, lm.device)
-    drawn = TokenTree.unchecked(tokens, parents)
-    tree = TokenTree.unchecked(tokens, parents, drawn.depths, drawn.ancestor_mask)
-    root = torch.zeros(1, 1, dtype=torch.int32, device=lm.device)
-    one = torch.ones(1, dtype=torch.int32, device=lm.device)
-
-    def step() -> Any:
-        logits = lm.verify(state, tree)
-        lm.commit(state, root, one)
-        return logits
-
-    return step
 
 
 def lines_of(report: Mapping[str, Any]) -> dict[str, str]:

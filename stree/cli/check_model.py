@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from stree.bench.device_clock import time_calls
+from stree.bench.device_clock import time_calls, tree_step
 from stree.bench.records import environment
-from stree.cli.check_device import SIZES, attempted, compare_with_forwards, tree_step, without_names
+from stree.cli.check_device import SIZES, attempted, compare_with_forwards, without_names
 from stree.files import replacing
 from stree.generation import generate
 from stree.inputs import load_tokenizer, locate

@@ -157,14 +157,11 @@ def fit(
     first, writing, second = _plan(settings)
     batches = Batches(text, settings.length, settings.seed)
     stages = {"text": train(folder / "text.pt", drafter, text_loss(settings), batches, settings, first, resume=resume)}
-    generated = np.zeros(0, dtype=np.int32)
-    if settings.generated:
-        generated = write_continuations(target, text, folder / "generated.npz", writing, resume=resume)
-        text = _with_generated(text, generated, settings.generated)
+    text, written = _with_generated(target, text, settings, folder / "generated.npz", writing, resume=resume)
     batches = Batches(text, settings.length, settings.seed + 1)
     loss = distill_loss(probs, settings)
     stages["distill"] = train(folder / "distill.pt", drafter, loss, batches, settings, second, resume=resume)
-    return stages, len(generated)
+    return stages, written
 
 
 def fit_head(
@@ -179,13 +176,10 @@ def fit_head(
 ) -> tuple[dict[str, dict[str, float]], int]:
     """Train a head in place on the target's distributions; ``outputs`` are the target's, the rest is as of ``fit``."""
     _, writing, budget = _plan(replace(settings, text_share=0.0))
-    generated = np.zeros(0, dtype=np.int32)
-    if settings.generated:
-        generated = write_continuations(target, text, folder / "generated.npz", writing, resume=resume)
-        text = _with_generated(text, generated, settings.generated)
+    text, written = _with_generated(target, text, settings, folder / "generated.npz", writing, resume=resume)
     batches = Batches(text, settings.length, settings.seed)
     stage = train(folder / "head.pt", head, head_loss(outputs), batches, settings, budget, resume=resume)
-    return {"distill": stage}, len(generated)
+    return {"distill": stage}, written
 
 
 def save_model(model: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
@@ -210,15 +204,17 @@ def _plan(settings: Settings) -> tuple[Budget, Writing, Budget]:
     return ("seconds", on_text), replace(writing, seconds=spent), ("seconds", seconds - spent - on_text)
 
 
-def _with_generated(text: Corpus, generated: np.ndarray, share: float) -> Corpus:
-    """Add what the target wrote, with its share of the windows."""
-    whole = sum(text.shares.values())
-    return Corpus(
-        {**text.streams, "generated": generated},
-        {**{kind: part * (1 - share) / whole for kind, part in text.shares.items()}, "generated": share},
-        {**text.passes, "generated": GENERATED_PASSES},
-        text.separator,
-    )
+def _with_generated(
+    target: TreeLM, text: Corpus, settings: Settings, path: Path, writing: Writing, *, resume: bool
+) -> tuple[Corpus, int]:
+    """Add what the target writes, with its share of the windows; return the number of its tokens, too."""
+    share, whole = settings.generated, sum(text.shares.values())
+    if not share:
+        return text, 0
+    generated = write_continuations(target, text, path, writing, resume=resume)
+    shares = {kind: part * (1 - share) / whole for kind, part in text.shares.items()} | {"generated": share}
+    passes = {**text.passes, "generated": GENERATED_PASSES}
+    return Corpus({**text.streams, "generated": generated}, shares, passes, text.separator), len(generated)
 
 
 def _sized(settings: Settings, target: TreeLM) -> Settings:

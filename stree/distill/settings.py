@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral
 
@@ -16,9 +17,13 @@ __all__ = ["KINDS", "RECIPES", "Settings"]
 KINDS = ("model", "mtp", "eagle3", "dflash", "specblock", "diffusion")
 RECIPES = dict.fromkeys(("mtp", "eagle3"), ("plain", "hass", "griffin", "fspad"))  # the other kinds: plain
 
-NUMBERS = (
-    "minutes", "text_share", "generated", "temperature", "muon_lr", "adam_lr", "warmup", "decay", "clip", "save_every"
-)  # fmt: skip
+# Numbers -> whether a value is one that they may have, and its range in words.
+RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
+    **dict.fromkeys(("minutes", "muon_lr", "adam_lr", "clip"), (lambda x: 0 < x < math.inf, "finite and above 0")),
+    **dict.fromkeys(("text_share", "generated"), (lambda x: 0 <= x < 1, "in [0, 1)")),
+    **dict.fromkeys(("temperature", "save_every"), (lambda x: 0 <= x < math.inf, "finite and not negative")),
+    "warmup": (lambda x: 0 <= x <= 1, "in [0, 1]"), "decay": (lambda x: 0 < x <= 1, "in (0, 1]"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +90,16 @@ class Settings:
         )
         check_one_of("kind", self.kind, KINDS)
         check_one_of(f"recipe of kind {self.kind}", self.recipe, RECIPES.get(self.kind, ("plain",)))
-        check_numbers(**{name: getattr(self, name) for name in NUMBERS})
+        check_numbers(**{name: getattr(self, name) for name in RANGES})
         if self.hidden is not None and self.hidden % 16:
             raise ValueError(f"hidden must be a multiple of 16, got {self.hidden}")
         if self.length < 8 or (self.length > CHUNK and self.length % CHUNK):
             raise ValueError(f"length must be a multiple of {CHUNK}, or in [8, {CHUNK}], got {self.length}")
         if self.kind == "diffusion" and self.length < 16:
             raise ValueError(f"length must be at least 16 for windows of kind diffusion, got {self.length}")
-        for name in ("minutes", "muon_lr", "adam_lr", "clip"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and above 0, got {getattr(self, name)}")
-        for name in ("text_share", "generated"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if not 0 <= self.warmup <= 1:
-            raise ValueError(f"warmup must be in [0, 1], got {self.warmup}")
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be in (0, 1], got {self.decay}")
-        for name in ("temperature", "save_every"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be finite and not negative, got {getattr(self, name)}")
+        for name, (is_within, words) in RANGES.items():
+            if not is_within(getattr(self, name)):
+                raise ValueError(f"{name} must be {words}, got {getattr(self, name)}")
         if not isinstance(self.seed, Integral):
             raise TypeError(f"seed must be an integer, got {type(self.seed).__name__}")
         if not 0 <= self.seed < 2**31:
