@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from stree.checks import check_object, check_sizes, integers
-from stree.drafters import Draft, Drafter
+from stree.drafters import Draft, Drafter, NoDrafter
 from stree.growth import Chain, Growth, Static, checked_plan
 from stree.sampling import Random, Sampling
 from stree.testing.distributions import drawn_problem, emitted_problem
@@ -161,11 +161,11 @@ def check_growth(
     check_object("growth", growth, "bind", "stree.growth.Chain(4)")
     seeds = check_enumeration(vocab_size, seeds, budget, sampling)
     sizes = _sizes(growth.bind(sampling), budget)
-    name, worst, cases, notes = f"growth {type(growth).__name__}", 0.0, 0, tuple[str, ...]()
+    name = f"growth {type(growth).__name__}"
+    drafting = Drafting(name, NoDrafter(), growth, sampling, vocab_size)
     for (kind, make), seed in product(PAIRS.items(), seeds):
         target, draft = make(vocab_size, seed)
-        where = f", {kind} models of seed {seed}"
-        drafting = Drafting(name, table_drafter(draft), growth, sampling, vocab_size, where=where, notes=notes)
+        drafting.drafter, drafting.where = table_drafter(draft), f", {kind} models of seed {seed}"
         for number, size in enumerate(sizes):
             try:
                 drafting.check_step(size, [target, TableModel.random(vocab_size, seed + 7)], seed)
@@ -174,8 +174,7 @@ def check_growth(
                 raise TooManyOutcomes(f"budget {size} of {name}: {error}{feasible}") from error
         if kind == "random":
             drafting.check_two_steps(sizes[0])
-        worst, cases, notes = max(worst, drafting.worst), cases + drafting.cases, drafting.notes
-    return Report(name, cases, worst, notes)
+    return Report(name, drafting.cases, drafting.worst, drafting.notes)
 
 
 def _sizes(growth: Growth, budget: int) -> list[int]:
@@ -238,25 +237,18 @@ def check_drafter(
     shapes: list[Growth | None] = [growth]
     if growth is None and drafter.uses_growth:
         shapes = [Chain(2), Static([2])] if budget > 2 else [Chain(1)]
-    texts = (
-        [(), tuple(token % vocab for token in PROMPT)]
-        if prompts is None
-        else [integers("prompts", one) for one in prompts]
-    )
+    texts = [(), tuple(token % vocab for token in PROMPT)]
+    if prompts is not None:
+        texts = [integers("prompts", one) for one in prompts]
     if not texts or any(not 0 <= token < vocab for text in texts for token in text) or (prompts and not all(texts)):
         raise ValueError(f"prompts must be texts of tokens in [0, {vocab}), got {prompts!r:.80}")
-    has_drawn = is_uneven = False
     targets = [make(vocab, seed)[0] for make, seed in product(PAIRS.values(), seeds)]
-    worst, cases, notes = 0.0, 0, tuple[str, ...]()
-    for shape in shapes:
-        drafting = Drafting(
-            f"drafter {type(drafter).__name__}", drafter, shape, sampling, vocab, max_batch or 8192,
-            where="" if shape is None else f", growth {shape}", notes=notes, prompts=texts,
-        )  # fmt: skip
+    name = f"drafter {type(drafter).__name__}"
+    drafting = Drafting(name, drafter, growth, sampling, vocab, max_batch or 8192, prompts=texts)
+    for drafting.growth in shapes:
+        drafting.where = "" if drafting.growth is None else f", growth {drafting.growth}"
         drafting.check_step(budget, targets, 0)
         drafting.check_two_steps(min(budget, 3))
-        worst, cases, notes = max(worst, drafting.worst), cases + drafting.cases, drafting.notes
-        has_drawn, is_uneven = has_drawn or drafting.has_drawn, is_uneven or drafting.is_uneven
-    if has_drawn and not is_uneven:
-        notes += (UNIFORM,)
-    return Report(f"drafter {type(drafter).__name__}", cases, worst, notes)
+    if drafting.has_drawn and not drafting.is_uneven:
+        drafting.notes += (UNIFORM,)
+    return Report(name, drafting.cases, drafting.worst, drafting.notes)

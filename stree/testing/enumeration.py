@@ -26,9 +26,9 @@ __all__ = [
     "check_enumeration",
     "drafted_trees",
     "drafts_of",
+    "emitted_and_right",
     "emitted_by",
     "every_outcome",
-    "expected_tokens",
     "step_bias",
     "strings_of",
     "total_variation",
@@ -231,15 +231,22 @@ def step_bias(
     sampling: Sampling = PLAIN,
     verify: Verify | None = None,
 ) -> float:
-    """Total variation between what a step emits, continued by the target, and the target's distribution.
+    """Total variation between both distributions of ``emitted_and_right``."""
+    return total_variation(*emitted_and_right(target, trees, verifier, sampling, verify))
+
+
+def emitted_and_right(
+    target: TableModel, trees: DraftedTrees, verifier: str | Verifier, sampling: Sampling = PLAIN,
+    verify: Verify | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the distribution of what a step emits, continued by the target, and the target's own.
 
     The roots are token 0; arguments are those of ``every_outcome``.
     """
     joint, *strings = strings_of(target, trees, sampling, verifier, verify)
     for emitted in strings:
         joint = target.continued(joint, sampling) + emitted
-    assert abs(float(joint.sum()) - 1) < EXACT
-    return total_variation(joint, target.joint(sampling, len(strings)))
+    return joint, target.joint(sampling, len(strings))
 
 
 def strings_of(
@@ -265,12 +272,6 @@ def emitted_by(tokens: Tensor, path: Tensor, path_lengths: Tensor, next_token: T
     """Append the next token to the accepted ones: int64[batch, m], of which ``path_lengths`` are valid."""
     drafted = pad(tokens.gather(1, path.clamp(min=0).long())[:, 1:], (0, 1))
     return drafted.scatter(1, path_lengths[:, None].long() - 1, next_token[:, None])
-
-
-def expected_tokens(target: TableModel, trees: DraftedTrees, sampling: Sampling, verifier: str | Verifier) -> float:
-    """Expected number of tokens that a step emits; arguments as for ``every_outcome``."""
-    outcomes = every_outcome(target, trees, sampling, verifier)
-    return sum(float((accepted.path_lengths * weight).sum()) for _, accepted, weight in outcomes)
 
 
 def total_variation(left: Tensor, right: Tensor) -> float:

@@ -15,7 +15,7 @@ from stree.testing.enumeration import (
     DraftedTrees,
     check_enumeration,
     drafted_trees,
-    strings_of,
+    emitted_and_right,
     total_variation,
 )
 from stree.testing.report import CheckFailed, Report, compared
@@ -124,10 +124,7 @@ def _bias(case: Case, verifier: str | Verifier, name: str) -> float:
         _check_path(tree, accepted, target.vocab, f"{name} ({case})")
         return accepted
 
-    joint, *strings = strings_of(target, trees, case.sampling, verifier, verify)
-    for emitted in strings:
-        joint = target.continued(joint, case.sampling) + emitted
-    right = target.joint(case.sampling, len(strings))
+    joint, right = emitted_and_right(target, trees, verifier, case.sampling, verify)
     apart = total_variation(joint, right)
     if apart > EXACT:
         description = compared(joint, right, target.vocab, ("emitted", "target"))
