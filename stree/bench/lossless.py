@@ -73,27 +73,20 @@ def judge(pair: Pair, method: Method, case: Case, run: Run, others: dict[str, Ru
         verifier, and lossless: None where the distribution alone is prescribed, or where it is lossy; "claimed",
         as in statistics, where the output is right and a class of another author took part.
     """
-    found = _judged(pair, method, case, run, others)
-    return found | _claim(found, run)
+    if method.is_lossy:
+        return {"verifier": run.stats["verifier"], "lossless": None}
+    verifier, found = _verifier_name(method, case.temperature), Record(lossless=None)
+    if case.temperature == 0:
+        found = _compare_greedy(pair, method, case, run, others)
+    elif verifier == "match" and method.name != "plain":
+        found = _compare_rows(pair, case, run, others["plain"] if "plain" in others else execute(pair, PLAIN, case))
+    return {"verifier": verifier, **found, **_claim(found, run)}
 
 
 def _claim(found: Record, run: Run) -> Record:
     """Return the word of the statistics for a right output of a class that only claims to be lossless."""
     is_claimed = found["lossless"] is True and run.stats.get("lossless") == "claimed"
     return {"lossless": "claimed"} if is_claimed else {}
-
-
-def _judged(pair: Pair, method: Method, case: Case, run: Run, others: dict[str, Run]) -> Record:
-    """Compare one run with the target's own text; see ``judge``."""
-    if method.is_lossy:
-        return {"verifier": run.stats["verifier"], "lossless": None}
-    verifier = _verifier_name(method, case.temperature)
-    if case.temperature == 0:
-        return {"verifier": verifier, **_compare_greedy(pair, method, case, run, others)}
-    if verifier != "match" or method.name == "plain":
-        return {"verifier": verifier, "lossless": None}
-    wanted = others["plain"] if "plain" in others else execute(pair, PLAIN, case)
-    return {"verifier": verifier, **_compare_rows(pair, case, run, wanted)}
 
 
 def reason_of(error: Exception) -> str:

@@ -102,34 +102,24 @@ def run_transformers(
     return PeerRun(out[:, width : width + new_tokens].tolist(), first, accepted)
 
 
-def run_lookup(
-    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *, drafted: int,
-    **kept: Any,
-) -> PeerRun:  # fmt: skip
+def run_lookup(pair: Pair, prompts: Sequence[Sequence[int]], *case: Any, drafted: int, **kept: Any) -> PeerRun:
     """Generate with prompt lookup: transformers drafts ``drafted`` tokens a step from the text so far."""
     _check_assisted(pair, prompts)
-    return run_transformers(
-        pair, prompts, new_tokens, temperature, seed, drafted=drafted, prompt_lookup_num_tokens=drafted, **kept
-    )
+    return run_transformers(pair, prompts, *case, drafted=drafted, prompt_lookup_num_tokens=drafted, **kept)
 
 
-def run_assistant(
-    pair: Pair, prompts: Sequence[Sequence[int]], new_tokens: int, temperature: float, seed: int, *, drafted: int,
-    **kept: Any,
-) -> PeerRun:  # fmt: skip
+def run_assistant(pair: Pair, prompts: Sequence[Sequence[int]], *case: Any, drafted: int, **kept: Any) -> PeerRun:
     """Generate with the draft model as transformers' assistant, ``drafted`` tokens a step.
 
     Raises:
         NotImplementedError: there is no draft model, or transformers has no assisted generation for such a target.
     """
     assistant = pair.plain_drafter
-    assistant.generation_config.num_assistant_tokens = drafted
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    assistant.generation_config.assistant_confidence_threshold = 0.0
-    _check_assisted(pair, prompts)
-    return run_transformers(
-        pair, prompts, new_tokens, temperature, seed, drafted=drafted, assistant_model=assistant, **kept
+    assistant.generation_config.update(
+        num_assistant_tokens=drafted, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
     )
+    _check_assisted(pair, prompts)
+    return run_transformers(pair, prompts, *case, drafted=drafted, assistant_model=assistant, **kept)
 
 
 def _check_assisted(pair: Pair, prompts: Sequence[Sequence[int]]) -> None:

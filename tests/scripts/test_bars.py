@@ -69,13 +69,15 @@ def test_the_command_reads_what_the_others_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sanitized = {"bench": "sanitizer", "tool": "memcheck", "errors": 0}
-    records = step(of_bound=0.8), loop(), sanitized
+    h100, h200 = ({"env": {"device": f"NVIDIA {card}"}} for card in ("H100", "H200"))
+    records = step(of_bound=0.8) | h100, loop() | h100, sanitized | h100, step(n=16) | h200
     for number, record in enumerate(records):
         (tmp_path / f"{number}.jsonl").write_text(json.dumps(record) + "\n", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path)])
     assert gpu_bars.main() == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.endswith("| met |") for line in lines) == 4
+    first, second = capsys.readouterr().out.split("NVIDIA H200")
+    assert first.startswith("NVIDIA H100") and first.count("| met |") == 4
+    assert "| met |" not in second, "its step of one node is another card's"
     monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path / "nowhere")])
     with pytest.raises(SystemExit):
         gpu_bars.main()

@@ -5,15 +5,13 @@ Run: python -m pytest tests/scripts/test_cards.py
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 import stree
-from benchmarks.gpu import bars, models
+from benchmarks.gpu import models
 from benchmarks.gpu.steps import NODES, ROOM, SIZES
 from stree.bench.predictions import CARDS, PREDICTED, predicted_ms
 from stree.decode.memory import state_bytes
@@ -46,19 +44,3 @@ def test_every_model_fits_an_h100_at_every_size(name: str, monkeypatch: pytest.M
     steps = [tree_bytes(lm, batch, max(NODES), context) for batch, context in SIZES]
     assert min(steps) > 0
     assert weights + max(map(sum, zip(states, steps, strict=True))) < H100_BYTES
-
-
-def test_bars_are_read_card_by_card(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def step(card: str, n: int, p50: float) -> dict[str, object]:
-        params = {"model": "mamba2-2.7b", "batch": 1, "context": 256, "n": n}
-        return {"bench": "step", "provider": "graph", "params": params, "p50": p50, "env": {"device": card}}
-
-    records = [step("NVIDIA H100", 1, 3.5), step("NVIDIA H200", 16, 3.1), step("NVIDIA H100", 16, 5.0)]
-    (tmp_path / "gpu_steps.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    monkeypatch.setattr(sys, "argv", ["bars", str(tmp_path)])
-    assert bars.main() == 0
-    first, second = capsys.readouterr().out.split("NVIDIA H200")
-    assert first.startswith("NVIDIA H100") and "1.429" in first and "missed" in first
-    assert "missed" not in second
