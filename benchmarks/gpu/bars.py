@@ -133,16 +133,13 @@ def _of_loop(share: str) -> Find:
 
 
 def _failures(records: Sequence[Record]) -> Iterator[Figure]:
-    """Numbers of failed tests, lost cases, other texts, wrong outputs, and errors that the sanitizer found."""
+    """Numbers of failed tests, lost cases, other texts and wrong outputs."""
     by_bench = {"test": "tests on the device", "fault": "cases that crashed or hung", "text": "texts of the CPU"}
     for bench, what in by_bench.items():
         found = [record for record in records if record.get("bench") == bench]
         if found:
             failed = sum(record.get("outcome", "failed") not in ("passed", "skipped") for record in found)
             yield f"{len(found)} {what}", float(failed)
-    for record in records:
-        if record.get("bench") == "sanitizer" and "unavailable" not in record:
-            yield record["tool"], float(1 if record["errors"] is None else record["errors"])
     compared = [record for record in records if "correct" in record]
     if compared:
         yield f"{len(compared)} comparisons with float64", float(sum(not r["correct"] for r in compared))
