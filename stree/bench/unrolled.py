@@ -34,6 +34,11 @@ class UnrolledState:
         """Committed tokens of each sequence: int32[batch]."""
         return self.committed.lengths
 
+    @property
+    def stacks(self) -> Any:
+        """Tensors of the committed state, by the layers' specs."""
+        return self.committed.stacks
+
 
 class UnrolledLM(TreeLM):
     """Verify every root-to-leaf path as a row of a batch, each with its own copy of the state.

@@ -17,7 +17,6 @@ from stree.bench.acceptance import acceptance_by_depth, most_tokens
 from stree.bench.formats import acceptance_table, csv_rows, latex
 from stree.bench.report import cells, load_runs, write_page
 from stree.bench.summary import summarise
-from stree.bench.tables import interval_note
 from stree.cli import main
 
 RUN = Path(__file__).resolve().parent / "data_run"
@@ -152,9 +151,3 @@ def test_records_without_rows_are_refused_by_name(records: list[dict[str, Any]],
     (tmp_path / "results.jsonl").write_text(json.dumps(tuning) + "\n")
     with pytest.raises(ValueError, match=f"{tmp_path} holds records, but no method has been checked or measured yet"):
         load_runs([tmp_path])
-
-
-def test_a_table_without_intervals_says_why() -> None:
-    rows: list[dict[str, Any]] = [{"status": "ok", "samples": 2}, {"status": "failed"}]
-    assert interval_note(rows) == "\n\nIntervals need at least 3 prompts of a suite (or batches of prompts); here: 2."
-    assert interval_note([{"status": "ok", "samples": 3}]) == ""

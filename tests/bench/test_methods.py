@@ -6,16 +6,15 @@ import re
 
 import pytest
 
-from stree.bench.methods import BASELINES, DEFAULT, parse_methods
+from stree.bench.methods import parse_methods
 from stree.bench.records import ROOT
-from stree.growth import DySpec, Static
 from stree.verify import VERIFIERS
 
 
 def test_methods_are_read_with_ranges_shapes_and_budgets() -> None:
     text = (
         "plain,transformers,mamba-ssm,chain:4,chain:2-8,static:3,2,stree,dyspec,dyspec:32,suffix,suffix:8,fused:32,auto,"
-        "transformers-lookup,transformers-assistant:4"
+        "transformers-lookup,transformers-assistant:4,unrolled,snapshot:static:2,2"
     )
     found = {method.name: (method.drafter, method.budget) for method in parse_methods(text)}
     assert found == {
@@ -25,14 +24,8 @@ def test_methods_are_read_with_ranges_shapes_and_budgets() -> None:
         "dyspec:32": ("model", 32), "suffix": ("suffix", 16), "suffix:8": ("suffix", 8),
         "fused:32": ("fused", 32), "auto": ("model", "auto"),
         "transformers-lookup": ("transformers-lookup", 11), "transformers-assistant:4": ("transformers-assistant", 5),
+        "unrolled": ("model", 16), "snapshot:static:2,2": ("model", 7),
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BASELINES)
-def test_a_baseline_takes_any_tree(name: str) -> None:
-    default, shaped = parse_methods(f"{name},{name}:static:2,2")
-    assert (default.baseline, default.growth, default.budget) == (name, DySpec(), 16)
-    assert (shaped.growth, shaped.budget) == (Static([2, 2]), 7)
 
 
 def test_a_method_that_is_given_again_is_measured_again() -> None:
@@ -41,10 +34,6 @@ def test_a_method_that_is_given_again_is_measured_again() -> None:
         "plain", "chain:4", "plain#2", "plain#3", "transformers-lookup", "transformers-lookup#2"
     ]  # fmt: skip
     assert methods[0].kind == methods[2].kind == "plain" and methods[5].kind == "transformers-lookup"
-
-
-def test_the_default_methods_are_known() -> None:
-    assert {"plain", "transformers", "chain", "dyspec", "unrolled"} <= {m.kind for m in parse_methods(DEFAULT)}
 
 
 @pytest.mark.parametrize(

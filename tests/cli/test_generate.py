@@ -105,14 +105,6 @@ def _ids(folder: str, text: str) -> list[int]:
     return ids
 
 
-def test_text_is_streamed_and_the_summary_goes_to_standard_error(
-    target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "w1 w2 w3", "--target", target, "--max-new-tokens", "5"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.startswith("w1 w2 w3") and "tau" in captured.err
-
-
 def test_several_texts_of_a_prompt_are_printed_behind_their_numbers(
     target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,12 +116,6 @@ def test_several_texts_of_a_prompt_are_printed_behind_their_numbers(
     assert printed == "".join(f"[{number}] {text}\n" for number, text in enumerate(texts, 1))
     assert len({*texts}) == 3 and texts[0] == report["text"]
     assert "--num-samples 3 needs a temperature above 0" in error_of(capsys, *PROMPT, "-n", "3", "--target", target)
-
-
-def test_different_tokenizers_are_refused(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    other = save_tiny(tmp_path, words=[f"w{number}" for number in reversed(range(1, VOCAB))])
-    error = error_of(capsys, "generate", "w1 w2", "--target", target, "--drafter", other)
-    assert f"have different tokenizers ({VOCAB} and {VOCAB} tokens" in error
 
 
 def test_a_trimmed_drafter_must_keep_the_token_that_ends_the_target_s_texts(

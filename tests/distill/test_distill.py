@@ -17,7 +17,7 @@ from helpers.tiny_pairs import SETTINGS
 from transformers import Mamba2ForCausalLM
 
 import stree
-from stree.distill import Settings, distill_drafter
+from stree.distill import distill_drafter
 from stree.distill.folder import RunFolder
 from stree.distill.text import Batches
 from stree.files import alone_in
@@ -109,19 +109,6 @@ def test_the_drafter_has_as_many_logits_as_a_padded_head(texts: list[str], token
     prompt = [1, 2, 3]
     drafted = stree.generate(padded, [prompt], stree.drafters.ModelDrafter(drafter), max_new_tokens=8)
     assert drafted.sequences == stree.generate(padded, [prompt], budget=1, max_new_tokens=8).sequences
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"hidden": 40}, "hidden must be a multiple of 16, got 40"),
-        ({"minutes": 0.0}, "minutes must be finite and above 0, got 0.0"),
-        ({"temperature": -1.0}, "temperature must be finite and not negative, got -1.0"),
-    ],
-)
-def test_settings_outside_their_range_are_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Settings(**changes)
 
 
 def test_folders_are_only_touched_when_asked(

@@ -18,7 +18,6 @@ from torch import Tensor
 import stree
 from stree.distill.heads import new_head
 from stree.distill.heads.network import head_loss, outputs_of
-from stree.distill.heads.specblock import rank_labels, rank_loss
 
 BLOCKS, SLOTS = 3, 4
 
@@ -114,17 +113,3 @@ def test_the_loss_is_that_of_blocks_beside_the_target(target: stree.TreeLM, tmp_
             parameter.view(-1)[place] += change
             sides.append(float(loss(network, windows)))
     assert (sides[0] - sides[1]) / 4e-4 == pytest.approx(float(gradient.flatten()[place]), rel=2e-2)
-
-
-def test_labels_are_the_ranks_of_the_target_s_tokens() -> None:
-    logits = -torch.arange(30.0).expand(12, -1)
-    tokens = torch.tensor([0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 20, 29])
-    assert rank_labels(logits, tokens).tolist() == [0, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3]
-
-
-def test_a_class_too_low_costs_more_than_one_too_high() -> None:
-    logits = 5.0 * torch.eye(4)
-    low, high = (float(rank_loss(logits[guess][None], torch.tensor([1]))[0]) for guess in (0, 2))
-    assert low > high
-    many = rank_loss(torch.zeros(40, 4), torch.zeros(40, dtype=torch.long))[1]
-    assert float(many) == pytest.approx(10.0), "rows of a frequent class share the weight of ten"

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 Row = dict[str, Any]
+BUDGETS = {"plain": 1, "chain:1": 2, "chain:3": 4}
 
 
 def row(method: str, value: float = 1.0, **own: Any) -> Row:
@@ -18,6 +19,18 @@ def row(method: str, value: float = 1.0, **own: Any) -> Row:
     names = ("over_plain", "tau_interval", "step_over_plain", "verify_over_plain", "step_ms")
     known = {"suite": "code", "temperature": 0.0, "method": method, "status": "ok", "drafter": "model", "samples": 8}
     return {**known, "budget": 1, "tokens_per_s": 100 * value, **dict.fromkeys(names, ratio), **own}
+
+
+def record(
+    suite: str, batch: int, method: str, seconds: float, steps: int, temperature: float = 0.0, **own: Any
+) -> Row:
+    """A timed record of 20 tokens."""
+    params = {"suite": suite, "batch": batch, "turn": 0, "temperature": temperature, "prompts": [batch]}
+    params |= {"drafter": "none" if method == "plain" else "model", "budget": BUDGETS.get(method, 16)}
+    times = {"prefill_s": 1.0, "draft_s": 0.0, "verify_s": 0.5 * steps, "accept_s": 0.0, "commit_s": 0.0}
+    known = {"metric": "tokens_per_s", "provider": method, "params": params, "verifier": "greedy", "lossless": True}
+    known |= {"draft_calls": 0, "verified": 1.0 * steps, "ttft_s": 1.0, "distinct_4grams": 1.0, "tokens": [[[0] * 20]]}
+    return {**known, "p50": 20 / seconds, "steps": steps, "sequence_steps": steps, "tau": 20 / steps, **times, **own}
 
 
 def texts(figure: Figure) -> list[Text]:

@@ -16,9 +16,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from helpers.drawn_plots import record
 
 from benchmarks.evidence import __main__ as program
 from benchmarks.evidence import draw, running
@@ -156,25 +156,12 @@ def test_a_busy_machine_and_unknown_parts_are_refused(
     assert program.main([*folders, "--list"]) == 0 and "finished" in capsys.readouterr().out
 
 
-def record(suite: str, temperature: float, method: str, batch: int, speed: float) -> dict[str, Any]:
-    """Make the record of a method on a prompt."""
-    params = {"suite": suite, "batch": batch, "turn": 0, "temperature": temperature, "prompts": [batch]}
-    params |= {"drafter": "none", "growth": None, "budget": 1, "baseline": None}
-    counts = dict.fromkeys(
-        ("steps", "sequence_steps", "tau", "draft_calls", "verified", "distinct_4grams", "ttft_s"), 1
-    )
-    parts: dict[str, Any] = {f"{part}_s": 0.1 for part in ("draft", "verify", "accept", "commit")}
-    parts |= {"prefill_s": 0.1, "tokens": [[[5, 6]]]}
-    own = {"metric": "tokens_per_s", "provider": method, "p50": speed, "lossless": True, "verifier": "greedy"}
-    return {"params": params, **counts, **parts, **own}
-
-
 def write_run(folder: Path, factor: float, suites: str = "ab", temperatures: Sequence[float] = (0.0, 0.8)) -> None:
     """Write a run in which suffix is about ``factor`` times as fast as plain decoding, other methods equally fast."""
     folder.mkdir(parents=True, exist_ok=True)
     speeds = {"plain": 1.0, "chain:4": 1.0, "suffix": factor}
     lines = [
-        record(suite, temperature, method, batch, speed * (1 + 0.02 * batch * (method == "suffix")))
+        record(suite, batch, method, 20 / speed / (1 + 0.02 * batch * (method == "suffix")), 20, temperature)
         for suite in suites for temperature in temperatures for method, speed in speeds.items() for batch in range(3)
     ]  # fmt: skip
     (folder / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
