@@ -15,19 +15,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-import stree
 from benchmarks.gpu import models as gpu_models
 from benchmarks.gpu.run import Run, begin, command_line
 from stree.bench.pair import Pair
 from stree.bench.profile import Shape, profile
 from stree.bench.records import Record
-from stree.drafters import ModelDrafter
 from stree.growth import Calibrated, Chain, Growth
-from stree.sampling import Sampling
 
 SIZES: tuple[tuple[Growth | None, int], ...] = (
     (None, 1), (Chain(4), 5), (Calibrated(4), 16), (Calibrated(6), 32), (Calibrated(6), 64)
@@ -80,19 +76,11 @@ def _name(params: Record) -> str:
 
 def by_kernel(pair: Pair, shape: Shape) -> Record:
     """Milliseconds a step of the kernels that take most, and of all of them; or why there are none."""
-    assert pair.drafter is not None
-    drafter, prompts = ModelDrafter(pair.drafter), shape.prompts(pair.target.vocab_size)
-
-    def run() -> dict[str, Any]:
-        return stree.generate(
-            pair.target, prompts, drafter, growth=shape.growth, budget=shape.budget,
-            sampling=Sampling(shape.temperature), ignore_eos=True, max_new_tokens=shape.new_tokens,
-        ).stats  # fmt: skip
-
+    run = shape.runner(pair)
     try:
-        run()  # captures
+        run(shape.new_tokens)  # captures
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            steps = run()["steps"]
+            steps = run(shape.new_tokens)["steps"]
         found = {event.key: event.self_device_time_total / 1e3 / steps for event in profiler.key_averages()}
     except Exception as problem:  # where the machine shows no counters
         return {"kernels": f"{type(problem).__name__}: {problem}"[:200]}

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Literal
 
 import httpx
@@ -49,11 +49,10 @@ def served(*flags: str) -> Iterator[tuple[str, psutil.Process]]:
     url = f"http://127.0.0.1:{port}"
     try:
         for _ in range(600):
-            try:
+            with suppress(httpx.HTTPError):
                 httpx.get(f"{url}/health").raise_for_status()
                 break
-            except httpx.HTTPError:
-                time.sleep(0.1)
+            time.sleep(0.1)
         yield url, psutil.Process(server.pid)
     finally:
         server.terminate()

@@ -58,6 +58,14 @@ class Shape:
         rows = torch.arange(self.batch * self.context).view(self.batch, -1)
         return cast(list[list[int]], (rows * 7919 % vocab_size).tolist())
 
+    def runner(self, pair: Pair) -> Callable[[int], dict[str, Any]]:
+        """Make the function that generates so many tokens, always with the same drafter, and returns the statistics."""
+        drafter: Drafter = SuffixDrafter() if pair.drafter is None else ModelDrafter(pair.drafter)
+        return lambda tokens: generate(
+            pair.target, self.prompts(pair.target.vocab_size), drafter, growth=self.growth, budget=self.budget,
+            sampling=Sampling(self.temperature), max_new_tokens=tokens, ignore_eos=True,
+        ).stats  # fmt: skip
+
 
 def profile(pair: Pair, shape: Shape) -> Record:
     """Generate with every stateful layer and the draft model timed.
@@ -74,17 +82,7 @@ def profile(pair: Pair, shape: Shape) -> Record:
         "replayed", milliseconds of a step that is replayed, the share of it between replays ("idle"), and what a
         replayed step without the models' forwards takes of it ("outside_forwards"); or None.
     """
-    lm, draft = pair.target, pair.drafter
-    drafter: Drafter = SuffixDrafter() if draft is None else ModelDrafter(draft)
-    prompts = shape.prompts(lm.vocab_size)
-
-    def run(tokens: int) -> dict[str, Any]:
-        sampling = Sampling(shape.temperature)
-        return generate(
-            lm, prompts, drafter, growth=shape.growth, budget=shape.budget, sampling=sampling, max_new_tokens=tokens,
-            ignore_eos=True,
-        ).stats  # fmt: skip
-
+    lm, draft, run = pair.target, pair.drafter, shape.runner(pair)
     run(WARM_UP)  # compilation and automatic checks
     step_cache = step_cache_of(lm)
     replayed = None if step_cache is None else _replayed(run, step_cache, [lm, draft], shape.new_tokens)

@@ -55,7 +55,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         from stree.rule_fields import tokenized_words
 
         options["bad_words"] = tokenized_words(options["bad_words"], tokenizer)
-    prompt_ids = _encode(arguments, tokenizer, prompt)
+    if not (prompt_ids := encode_turn(tokenizer, prompt, chat=arguments.chat)):
+        raise ValueError("the prompt is empty; give at least one token")
     lm, drafter = load()
     if arguments.chat:
         options["stop_token_ids"] = stop_tokens(lm, tokenizer)
@@ -208,14 +209,6 @@ def _load(arguments: argparse.Namespace, name: str, tp_plan: str | None = None) 
 def _tokenizer(arguments: argparse.Namespace, name: str) -> Any:
     """Load the tokenizer of a checkpoint, or the one that the options name."""
     return load_tokenizer(arguments.tokenizer or name, trust_remote_code=arguments.trust_remote_code)
-
-
-def _encode(arguments: argparse.Namespace, tokenizer: Any, prompt: str) -> list[int]:
-    """Turn the prompt into tokens."""
-    ids = encode_turn(tokenizer, prompt, chat=arguments.chat)
-    if not ids:
-        raise ValueError("the prompt is empty; give at least one token")
-    return ids
 
 
 def _default_drafter(target: str, config: Any, source: str) -> str:
