@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.tiny_models import VOCAB, tiny_model
-from helpers.tiny_pairs import SETTINGS
+from helpers.tiny_pairs import SETTINGS, interrupted_after
 from transformers import Mamba2ForCausalLM
 
 import stree
 from stree.distill import distill_drafter
 from stree.distill.folder import RunFolder
-from stree.distill.text import Batches
 from stree.files import alone_in
 
 
@@ -73,23 +72,10 @@ def test_the_drafter_leaves_greedy_text_as_it_is(made: tuple[Path, dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 4], ids=["text", "distill"])  # steps of training
 def test_an_interrupted_run_goes_on_to_the_same_weights(
-    after: int,
-    made: tuple[Path, dict[str, Any]],
-    distilled: Callable[..., dict[str, Any]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    after: int, made: tuple[Path, dict[str, Any]], distilled: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
-    real, calls = Batches.next, iter(range(100))
-
-    def stopped(batches: Batches, count: int) -> torch.Tensor:
-        if next(calls) == after:
-            raise KeyboardInterrupt
-        return real(batches, count)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Batches, "next", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            distilled(tmp_path / "out", name="tiny")
+    with interrupted_after(after), pytest.raises(KeyboardInterrupt):
+        distilled(tmp_path / "out", name="tiny")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoints"], "no part of a drafter"
     again = distilled(tmp_path / "out", name="tiny", resume=True)
     assert again["stages"]["distill"]["tokens"] == made[1]["stages"]["distill"]["tokens"]

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from helpers.fast_cases import slow_unless
 from helpers.tiny_models import VOCAB, tiny_model
-from helpers.tiny_pairs import END, SETTINGS, save_tiny
+from helpers.tiny_pairs import END, SETTINGS, interrupted_after, save_tiny
 
 import stree
 from stree.cli import main
@@ -77,18 +77,11 @@ def test_texts_given_twice_to_the_library_are_not_held_out_and_trained_on(
 
 @pytest.mark.slow
 def test_an_out_folder_among_the_texts_is_no_text(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "text.txt").write_text(" ".join(TEXTS))
-    out, real, left = tmp_path / "out", Batches.next, iter(range(1))
-
-    def interrupted(self: Batches, count: int) -> Any:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return real(self, count)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Batches, "next", interrupted)
+    out = tmp_path / "out"
+    with interrupted_after(1):
         assert distil(folder, out, "--text", str(tmp_path)) == 130
     assert distil(folder, out, "--text", str(tmp_path), "--resume") == 0, capsys.readouterr().err
     assert distil(folder, out, "--text", str(tmp_path), "--force") == 0, capsys.readouterr().err

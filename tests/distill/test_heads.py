@@ -18,7 +18,7 @@ import pytest
 import torch
 from helpers.fast_cases import slow_unless
 from helpers.tiny_models import tiny_model
-from helpers.tiny_pairs import SETTINGS
+from helpers.tiny_pairs import SETTINGS, interrupted_after
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -164,20 +164,10 @@ def test_the_head_drafts_losslessly(made: tuple[Path, dict[str, Any]], target: s
 @pytest.mark.slow
 @pytest.mark.parametrize("made", ["mtp-griffin"], indirect=True)
 def test_an_interrupted_run_goes_on_to_the_same_weights(
-    made: tuple[Path, dict[str, Any]], target: stree.TreeLM, tokenizer: Any, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    from stree.distill.text import Batches
-
-    real, left, settings = Batches.next, iter(range(5)), replace(HEAD, recipe="griffin")
-
-    def interrupted(self: Batches, count: int) -> Any:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return real(self, count)
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Batches, "next", interrupted)
+    made: tuple[Path, dict[str, Any]], target: stree.TreeLM, tokenizer: Any, tmp_path: Path
+) -> None:
+    settings = replace(HEAD, recipe="griffin")
+    with interrupted_after(5), pytest.raises(KeyboardInterrupt):
         distill_drafter(target, tokenizer, TEXTS, tmp_path / "out", settings, name="tiny")
     distill_drafter(target, tokenizer, TEXTS, tmp_path / "out", settings, name="tiny", resume=True)
     mine, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", made[0]))

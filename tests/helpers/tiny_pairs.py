@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,6 +17,7 @@ from helpers.tiny_models import VOCAB, patched, tiny_model
 from stree import TreeLM
 from stree.bench.pair import Pair
 from stree.distill import Settings
+from stree.distill.text import Batches
 
 WORDS = [f"w{number}" for number in range(1, VOCAB)]
 
@@ -54,6 +57,21 @@ def save_tiny(folder: Path, seed: int = 0, words: Sequence[str] = WORDS) -> str:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
     tiny_model("mamba2", seed=seed, eos_token_id=0).save_pretrained(folder)
     return str(folder)
+
+
+@contextmanager
+def interrupted_after(steps: int) -> Iterator[None]:
+    """Interrupt a distillation when it has taken so many batches."""
+    real, left = Batches.next, iter(range(steps))
+
+    def following(batches: Batches, count: int) -> torch.Tensor:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return real(batches, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Batches, "next", following)
+        yield
 
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
