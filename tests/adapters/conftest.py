@@ -24,6 +24,12 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
 
 
 @pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run traces as they are: inductor takes ten times as long, and what it is given is what is tested."""
+    monkeypatch.setattr("stree.models.compiled_function.standalone_compile", lambda graph, inputs, **_: graph)
+
+
+@pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Run fused layers in Triton on the CPU and count their launches by operation."""
     return count_fused_launches(monkeypatch)

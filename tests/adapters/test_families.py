@@ -47,7 +47,7 @@ def test_three_trees_with_two_commits_between_are_exact(family: str, dtype: torc
     decoding.score([13, 5, 8])
 
 
-@pytest.mark.parametrize("family", matrix())
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE))
 def test_an_empty_state_scores_a_text_from_its_first_token(family: str) -> None:
     decoding = Decoding(family_model(family), [0, 0])
     decoding.step([9, 4])
@@ -140,7 +140,7 @@ def test_plain_generate_of_a_patched_model_is_bit_equal(family: str) -> None:
     assert torch.equal(before, decoding.lm.verify(decoding.state, tree))  # nor does the plain call change a state
 
 
-@pytest.mark.parametrize("family", matrix(in_ci=FAMILIES))
+@pytest.mark.parametrize("family", matrix(fast=EVERY_STATE))
 def test_no_node_depends_on_what_is_not_its_ancestor(family: str, dtype: torch.dtype) -> None:
     decoding = Decoding(family_model(family, dtype), [6, 6, 6])
     lm, state = decoding.lm, decoding.state

@@ -61,7 +61,7 @@ def difference(tree: TokenTree, logits: Tensor, plain: Tensor) -> float:
     return relative_error(logits[real], plain[real])
 
 
-@pytest.mark.parametrize("family", matrix(fast=(), in_ci=("jamba", "gemma", "qwen3_next")))
+@pytest.mark.parametrize("family", matrix(fast=(), in_ci=("gemma", "qwen3_next")))
 def test_fused_layers_change_no_logits_of_a_familys_tree(family: str, launched: Counter[str]) -> None:
     model = family_model(family)
     plain, texts, tree = verified(model, is_fused=False)
@@ -81,7 +81,7 @@ def test_fused_layers_change_no_logits_of_a_familys_tree(family: str, launched: 
     slow_unless(
         lambda *_: False,
         itertools.product(("gemma", "granitemoehybrid", "qwen3_next", "mamba2"), FACTS),
-        in_ci=lambda family, broken: family == "gemma" or (family, broken) == ("granitemoehybrid", "experts"),
+        in_ci=lambda family, broken: family == ("granitemoehybrid" if broken == "experts" else "gemma"),
     ),
 )
 def test_a_wrong_fact_is_seen_in_the_logits(

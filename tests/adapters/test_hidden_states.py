@@ -96,7 +96,7 @@ def test_every_layer_equals_transformers_in_each_call(family: str, dtype: torch.
     assert hidden.shape[:2] == (3, 9) and text_error(decoding, hidden, begins) < tolerance
 
 
-@pytest.mark.parametrize("family", matrix(fast=(), in_ci=("jamba", "kimi_linear", "recurrent_gemma")))
+@pytest.mark.parametrize("family", matrix(fast=(), in_ci=("kimi_linear",)))
 def test_fused_layers_change_no_hidden_states(family: str, launched: Counter[str]) -> None:
     results = []
     for is_fused in (False, True):

@@ -137,8 +137,10 @@ def test_prompts_of_different_lengths_are_exact_where_a_projection_of_zeros_is_n
     check_trees(lm, model)
 
 
-@pytest.mark.parametrize("family", ["bailing_hybrid", "kimi_linear"])
-@pytest.mark.parametrize("change", ["bias", "wrapped-bias", "forward", "hook"])
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("bailing_hybrid", "bias"), *(("kimi_linear", change) for change in ("wrapped-bias", "forward", "hook"))],
+)
 def test_trees_run_what_else_the_expansion_of_latents_computes(family: str, change: str) -> None:
     plain = family_model(family)
     model = copy.deepcopy(plain)

@@ -11,7 +11,8 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from helpers.family_states import Decoding
-from helpers.tiny_family_models import EVERY_ADAPTER, family_model
+from helpers.fast_cases import slow_unless
+from helpers.tiny_family_models import EVERY_ADAPTER, EVERY_STATE, family_model
 from helpers.tiny_models import as_commit, path_to, random_texts, random_tree, right_padded
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -48,7 +49,11 @@ def split_model(family: str) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("family", "defers_commit"),
-    [*((family, False) for family in EVERY_ADAPTER if family != "kimi_linear"), ("kimi_linear", True)],
+    slow_unless(
+        lambda family, _: family in (*EVERY_STATE, "kimi_linear"),
+        [(family, family == "kimi_linear") for family in EVERY_ADAPTER],
+        in_ci=lambda *_: False,
+    ),
 )
 def test_no_layer_meets_a_tensor_of_another_device(family: str, defers_commit: bool) -> None:
     rng = random.Random(0)
@@ -76,7 +81,7 @@ def test_plain_calls_of_a_model_on_several_devices_run_its_own_code() -> None:
     assert not any("forward" in vars(module) for module in lm.release().modules())
 
 
-@pytest.mark.parametrize("family", EVERY_ADAPTER)
+@pytest.mark.parametrize("family", EVERY_STATE)
 def test_forwards_that_accelerate_has_replaced_do_not_hide_the_tree(family: str) -> None:
     model = family_model(family)
     hooked = copy.deepcopy(model)

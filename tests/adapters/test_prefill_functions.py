@@ -16,7 +16,7 @@ import torch
 import transformers
 from helpers.cuda_packages import REFUSAL, aligned_only, bind_packages, refuse, write_packages
 from helpers.family_states import Decoding
-from helpers.tiny_family_models import EVERY_STATE, FAMILIES, family_model, matrix
+from helpers.tiny_family_models import EVERY_STATE, family_model, matrix
 from helpers.tiny_models import TOLERANCE, tiny_model
 from packaging.version import Version
 from transformers import AutoConfig
@@ -122,7 +122,7 @@ def strides(monkeypatch: pytest.MonkeyPatch, model: Any, *, is_routed: bool = Tr
     return seen
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", matrix())
 def test_convolutions_get_strides_that_causal_conv1d_takes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool(strides(monkeypatch, family_model(family))) == (family not in TORCH_ONLY)
 

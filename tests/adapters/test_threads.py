@@ -92,12 +92,12 @@ def test_threads_share_a_fresh_model_through_changes_of_its_weights(family: str,
 @pytest.mark.slow
 @pytest.mark.parametrize("family", matrix(["mamba2", "lfm2", "qwen3_5_text", "jamba"], fast=[], in_ci=["mamba2"]))
 def test_threads_share_a_fresh_compiled_model_through_changes_of_its_weights(
-    family: str, eager_switching: None
+    family: str, eager_switching: None, traced_only: None
 ) -> None:
     check_fresh(family, threads=4, rounds=4, is_compiled=True)
 
 
-CASES = [(family, 4, 32) for family in FAMILIES] + [(family, 8, 400) for family in EVERY_ADAPTER]
+CASES = [(family, 4, 16) for family in FAMILIES] + [(family, 8, 400) for family in EVERY_ADAPTER]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import stree
 from stree.drafters import Draft, Drafter, DraftRun, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.growth import RSDS, Calibrated, Chain, Confidence, DepthStop, DySpec, Eagle2, Growth, Plan, Static
+from stree.growth import Calibrated, DepthStop, DySpec, Eagle2, Growth, Plan, Static
 from stree.growth.base import BaseGrowth
 from stree.sampling import Random, Sampling
 from stree.tree import TokenTree
@@ -108,8 +108,7 @@ def test_texts_are_those_of_plain_decoding(name: str, cheap_trees: None) -> None
 
 
 GROWTHS: dict[str, Growth] = {
-    "heap": DySpec(form="heap"), "large": Static([70]), "rsds": RSDS(3, 2), "depth-stop": DepthStop(Eagle2()),
-    "stopped-chain": Chain(4, stop=Confidence(least_prob=0.02)),
+    "heap": DySpec(form="heap"), "large": Static([70]), "depth-stop": DepthStop(Eagle2()),
 }  # fmt: skip
 
 

@@ -76,12 +76,7 @@ def test_threads_share_a_target_whose_steps_are_captured(monkeypatch: pytest.Mon
         assert all(one.stats["graphs"]["replays"] and not one.stats["graphs"]["not_captured"] for one in found)
 
 
-RETRIEVING = slow_unless(
-    lambda *case: case == ("suffix", 0.8), [("suffix", 0.0), ("suffix", 0.8), ("fused", 0.0), ("fused", 0.8)]
-)
-
-
-@pytest.mark.parametrize(("name", "temperature"), RETRIEVING)
+@pytest.mark.parametrize(("name", "temperature"), [("suffix", 0.8), ("fused", 0.0)])
 @pytest.mark.slow
 def test_retrieval_whose_trees_the_host_lays_out(
     name: str, temperature: float, monkeypatch: pytest.MonkeyPatch
@@ -120,7 +115,7 @@ GROWING = [4] * 6 + [16, 1, 12, 6, 1] * 4  # small trees are captured before lar
             ("model", 0.0, GROWING, False), ("fused", 0.8, GROWING, False),
             ("model", 0.0, [8, 1, 1, 8], True), ("model", 0.8, [8, 1, 1, 8], True),
         ],
-        in_ci=lambda name, temperature, *_: (name == "fused") == (temperature > 0),
+        in_ci=lambda name, temperature, sizes, _: name == "fused" or (temperature == 0 and sizes is not GROWING),
     ),
 )  # fmt: skip
 def test_sizes_that_change_from_step_to_step(
@@ -152,7 +147,7 @@ def test_sizes_that_change_from_step_to_step(
     assert found.stats["graphs"]["replays"] > found.stats["steps"] / 2
 
 
-@pytest.mark.parametrize("name", slow_unless(("model").__eq__, ["model", "suffix", "none"]))
+@pytest.mark.parametrize("name", ["model", "none"])
 @pytest.mark.slow
 def test_a_step_that_is_read_while_the_next_one_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"sampling": Sampling(0.8), "verifier": "match"}
@@ -168,14 +163,7 @@ def test_a_step_that_is_read_while_the_next_one_runs(name: str, monkeypatch: pyt
     assert min(parts) > 0 and sum(parts) < found.stats["total_s"], "parts share a replay's time"
 
 
-def test_a_path_that_is_not_yet_committed_when_a_text_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [generate(launched(), near_drafter(), texts=[text], budget=4).sequences for text in TEXTS]
-    lm = captured(monkeypatch)
-    lm.defers_commit = True
-    assert [generate(lm, near_drafter(), texts=[text], budget=4).sequences for text in TEXTS] == expected
-
-
-@pytest.mark.parametrize("name", slow_unless(("suffix").__eq__, ["model", "suffix", "fused"]))
+@pytest.mark.parametrize("name", slow_unless(("suffix").__eq__, ["suffix", "fused"]))
 def test_a_row_is_taken_while_a_step_of_its_cancelled_text_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = random_texts(random.Random(2), [5, 8, 6, 7, 9])
     options: dict[str, Any] = {"texts": texts, "budget": 8, "sampling": Sampling(0.8), "verifier": "match"}

@@ -72,7 +72,7 @@ def outcome(name: str, growth: str, sampling: str) -> dict[str, Any]:
 
 
 def is_fast(name: str, growth: str, sampling: str) -> bool:
-    return (name, growth, sampling) in (("model", "calibrated", "sampled"), ("fused", "", "greedy"))
+    return (name, growth, sampling) == ("model", "calibrated", "sampled")
 
 
 def in_ci(name: str, growth: str, sampling: str) -> bool:

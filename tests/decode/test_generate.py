@@ -36,8 +36,16 @@ WAYS = ["none", "suffix", "llama-layers"] + [
 ]
 
 
+FAST = ("none", "suffix", "self-chain", "self-layers", "mamba2-stree", "mamba2-heap")
+
+
 @pytest.mark.parametrize(
-    ("name", "rows"), [*((name, 4) for name in WAYS), *((name, 1) for name in ("none", "suffix", "self-heap"))]
+    ("name", "rows"),
+    slow_unless(
+        lambda name, rows: name in FAST or rows == 1,
+        [*((name, 4) for name in WAYS), ("self-heap", 1)],
+        in_ci=lambda name, _: name == "llama-layers",
+    ),
 )
 def test_greedy_text_is_that_of_transformers(name: str, rows: int) -> None:
     out = stree.generate(lm(), PROMPTS[:rows], **way(name), max_new_tokens=NEW_TOKENS)
@@ -61,14 +69,12 @@ def test_greedy_text_is_that_of_transformers_for_other_targets(family: str) -> N
     expected = [transformers_text(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
     drafter = ModelDrafter(draft_lm("llama" if family == "mamba2" else "mamba2"))
     assert stree.generate(patched(model), PROMPTS, drafter, budget=8, max_new_tokens=NEW_TOKENS).sequences == expected
-    drafter = ModelDrafter(patched(model))
-    assert stree.generate(patched(model), PROMPTS, drafter, budget=8, max_new_tokens=NEW_TOKENS).sequences == expected
 
 
 @pytest.mark.parametrize(
     ("name", "sampling"),
     slow_unless(
-        lambda name, _: name in ("suffix", "mamba2-chain", "mamba2-heap"),
+        lambda name, _: name in ("suffix", "mamba2-heap"),
         [
             *((name, Sampling(0.8)) for name in ("suffix", "self-layers")),
             *((name, Sampling(0.8, top_k=20, top_p=0.9)) for name in ("mamba2-chain", "self-stree", "mamba2-heap")),
@@ -87,7 +93,7 @@ def test_match_gives_token_for_token_the_text_of_plain_sampling(name: str, sampl
     assert other.sequences != plain.sequences
 
 
-@pytest.mark.parametrize("name", ["none", "suffix", "self-chain", "self-layers", "mamba2-heap"])
+@pytest.mark.parametrize("name", ["suffix", "self-layers", "mamba2-heap"])
 def test_a_sampled_text_does_not_depend_on_the_batch_around_it(name: str) -> None:
     common: dict[str, Any] = {"sampling": Sampling(0.8), "max_new_tokens": NEW_TOKENS, "seed": 3}
     together = stree.generate(lm(), PROMPTS, **way(name), **common).sequences

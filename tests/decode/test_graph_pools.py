@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -70,16 +69,6 @@ def test_released_steps_free_their_states_at_once(
     assert any(reference() is not None for reference in references), "the kept step has a state"
     lm.cache["step_cache"].release()
     assert not any(reference() is not None for reference in references)
-
-
-@pytest.mark.slow
-def test_threads_that_share_a_target_replay_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = generate(launched(), near_drafter(), budget=8, max_new_tokens=40).sequences
-    lm = captured(monkeypatch)
-    with ThreadPoolExecutor(3) as pool:
-        found = [*pool.map(lambda _: generate(lm, near_drafter(), budget=8, max_new_tokens=40), range(3))]
-    for out in found:
-        assert out.sequences == expected and not out.stats["graphs"]["not_captured"]
 
 
 def test_auto_learns_from_replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:

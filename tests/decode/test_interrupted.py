@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_family_models import EVERY_ADAPTER, family_model
+from helpers.tiny_family_models import EVERY_STATE, family_model
 from helpers.tiny_models import (
     TOLERANCE,
     as_commit,
@@ -30,7 +30,6 @@ from stree.models.state import DecodeState
 
 FLOAT32 = TOLERANCE[torch.float32]
 LOST = "the state is lost: a call failed when some of its layers were changed, others not; make a new one"
-RECURRENT = [family for family in EVERY_ADAPTER if family != "gemma3_text"]
 
 
 @contextmanager
@@ -60,7 +59,7 @@ def prefilled(family: str) -> tuple[Any, TreeLM, DecodeState, list[list[int]], T
 
 
 @pytest.mark.parametrize("first", [0, 3])
-@pytest.mark.parametrize("family", EVERY_ADAPTER)
+@pytest.mark.parametrize("family", EVERY_STATE)
 def test_a_tree_whose_verification_fails_takes_the_last_one_with_it(family: str, first: int) -> None:
     model, lm, state, texts, tree = prefilled(family)
     with failing(lm.model.lm_head):
@@ -85,7 +84,7 @@ def test_an_extension_that_fails_leaves_a_state_whose_path_is_committed(family: 
     assert tree_error(model, [text], tree, lm.verify(state, tree)) < FLOAT32
 
 
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", EVERY_STATE)
 def test_a_commit_that_fails_between_layers_loses_the_state(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, lm, state, _, tree = prefilled(family)
     kept = state.clone()

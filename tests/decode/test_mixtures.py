@@ -64,7 +64,7 @@ def texts_alone(name: str) -> list[list[int]]:
 WAYS = slow_unless(
     ("calibrated").__eq__,
     (*DRAFTERS, *(name for name, growth in GROWTHS.items() if growth is not None)),
-    in_ci=("none", "fused", "calibrated", "rsds", "eagle2").__contains__,
+    in_ci=("fused", "calibrated", "rsds").__contains__,
 )
 
 

@@ -109,15 +109,14 @@ def test_texts_are_those_of_plain_decoding(
     assert steps.most[:2] == [1, 1] and 1 < steps.most[2] <= 4 < steps.most[3] + (drafter == "suffix")
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_budget_of_each_prompt_bounds_its_trees(temperature: float) -> None:
+def test_a_budget_of_each_prompt_bounds_its_trees() -> None:
     budgets = [1, 3, 9, 2]
-    options: dict[str, Any] = {"sampling": Sampling(temperature), "max_new_tokens": NEW, "ignore_eos": True}
+    options: dict[str, Any] = {"sampling": Sampling(0.8), "max_new_tokens": NEW, "ignore_eos": True}
     lm = patched(tiny_model("bamba"))
     out = stree.generate(
         lm, TEXTS, near_drafter(), budget=budgets, verifier="match", return_steps=True, max_batch=3, **options
     )  # fmt: skip
-    assert out.sequences == plain(temperature) and out.steps is not None
+    assert out.sequences == plain(0.8) and out.steps is not None
     most = [max(len(step.tokens) for step in steps) for steps in out.steps]
     assert all(nodes <= budget for nodes, budget in zip(most, budgets, strict=True)) and most[2] > 3
     with stree.Engine(lm, near_drafter(), budget=9, max_batch=4) as engine:

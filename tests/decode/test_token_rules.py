@@ -227,7 +227,7 @@ def test_a_draft_model_follows_the_rules_of_the_target() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", ["suffix", "model", "fused"])
+@pytest.mark.parametrize("drafts", ["suffix", "model"])
 def test_captured_steps_follow_the_rules_and_other_values_need_no_capture(
     drafts: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,8 +76,8 @@ def test_run_gives_the_logits_of_a_plain_forward(family: str) -> None:
     assert (shifted - expected).abs().max() > 1e-2 * scale, "features of the position before"
 
 
-@pytest.mark.parametrize("family", slow_unless([*LAYOUTS][::2].__contains__, LAYOUTS))
-@pytest.mark.parametrize("temperature", slow_unless(bool, [0.0, 1.5]))
+@pytest.mark.parametrize("family", slow_unless([*LAYOUTS][:1].__contains__, LAYOUTS))
+@pytest.mark.parametrize("temperature", slow_unless(bool, [0.0, 1.5], in_ci=lambda _: False))
 def test_texts_are_those_of_plain_decoding(family: str, temperature: float) -> None:
     lm, head = target_and_head(family)
     options: dict[str, Any] = {"max_new_tokens": 16, "seed": 1, "sampling": stree.Sampling(temperature)}

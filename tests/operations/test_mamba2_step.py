@@ -109,8 +109,7 @@ TILES = {"headdim": 70, "groups": 1, "dstate": 36}  # several of them
         pytest.param(torch.float32, True, {}, id="float32"),
         *(
             pytest.param(dtype, is_gated, sizes, marks=pytest.mark.slow, id=f"{str(dtype)[6:]}-{is_gated}-{len(sizes)}")
-            for dtype in (torch.float32, torch.bfloat16)
-            for is_gated, sizes in ((False, {}), (True, TILES))
+            for dtype, is_gated, sizes in ((torch.bfloat16, False, {}), (torch.float32, True, TILES))
         ),
     ],
 )

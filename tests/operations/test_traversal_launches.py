@@ -23,20 +23,22 @@ from stree.verify.values import DELTA
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launched", [0, 3])
+@pytest.mark.parametrize(
+    ("launched", "shape", "vocab"),
+    [(0, STAR, 40), (3, [-1, 0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9], kernels.BLOCK + 90)],
+    ids=["none", "three"],
+)
 def test_waves_that_have_no_launch_of_their_own_are_run_by_the_last_one(
-    launched: int, monkeypatch: pytest.MonkeyPatch
+    launched: int, shape: list[int], vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for shape, vocab in ((STAR, 40), ([-1, 0, 0, 0, 3, 3, 3, 6, 6, 6, 9, 9], kernels.BLOCK + 90)):
-        problem = Problem.draw(len(shape), vocab, seed=5, shape=shape)
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "MAX_WAVES", 99)
-            expected = problem.found()
-            patch.setattr(kernels, "MAX_WAVES", launched)
-            found = problem.found()
-        problem.check(found)
-        for name in TraversedPath.__slots__:
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    problem = Problem.draw(len(shape), vocab, seed=5, shape=shape)
+    monkeypatch.setattr(kernels, "MAX_WAVES", 99)
+    expected = problem.found()
+    monkeypatch.setattr(kernels, "MAX_WAVES", launched)
+    found = problem.found()
+    problem.check(found)
+    for name in TraversedPath.__slots__:
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from stree.verify import accept
 
 PROMPTS = [[5, 6, 7, 8, 9, 3], [4, 4, 8, 1]]
 NAMES = ("calibrated", "dyspec", "sequoia", "specinfer", "rsds", "opt-tree", "eagle2")  # grown by kernels
-IN_CI = {(name, 0.8 * (place % 2)) for place, name in enumerate(NAMES)}
+IN_CI = {("calibrated", 0.0), ("dyspec", 0.8), ("rsds", 0.8), ("opt-tree", 0.8), ("eagle2", 0.0)}
 
 
 def begun(growth: Growth, prompts: list[list[int]]) -> Any:
