@@ -6,30 +6,18 @@ Run: python -m pytest tests/test_files.py
 from __future__ import annotations
 
 import os
-import resource
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.calls import full_disk
 from safetensors.torch import save_file
 
 from stree.bench.records import append
 from stree.files import replacing
 from stree.retrieval import Datastore
 from stree.vocabulary import save_vocabulary
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Let files grow to 4 KiB only: a write beyond fails as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def save_tensors(path: Path) -> None:
@@ -50,7 +38,7 @@ WRITERS: dict[str, Callable[[Path], object]] = {
 def test_a_full_disk_is_named_and_leaves_the_old_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old\n", "utf-8")
-    with full_disk(), pytest.raises(ValueError, match=rf"^cannot write {path}: .*[Ff]ile too large"):
+    with full_disk(4096), pytest.raises(ValueError, match=rf"^cannot write {path}: .*[Ff]ile too large"):
         WRITERS[name](path)
     assert [found.name for found in tmp_path.iterdir()] == ["file"]
     assert path.read_text("utf-8").startswith("old\n"), "records are appended, other files replaced"

@@ -135,13 +135,6 @@ def test_no_size_of_the_model_is_taken_for_one_of_the_traced_example(
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
-def test_batches_of_17_and_2_are_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    lm = stree.TreeLM(tiny_model("mamba2", num_hidden_layers=1))
-    _check_sizes(lm, [(17, 0, 4, 12, 61), (2, 0, 4, 12, 61)], caplog)
-
-
-@pytest.mark.slow
 def test_trees_of_one_node_are_compiled_where_those_of_several_cannot_be(
     traced_only: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny_models import FAMILIES, VOCAB, patched, random_texts, right_padded, tiny_model
+from helpers.tiny_models import FAMILIES, VOCAB, patched, right_padded, tiny_model
 
 import stree
-from stree.drafters import ModelDrafter, NoDrafter
-from stree.growth import Chain, DySpec
+from stree.drafters import ModelDrafter
+from stree.growth import DySpec
 from stree.models.trimmed import TrimmedLM
 from stree.sampling import Sampling
 from stree.vocabulary import load_vocabulary, most_frequent, save_vocabulary
@@ -63,27 +62,6 @@ def test_a_head_that_is_trained_later_is_drafted_with_as_it_is_then(has_bias: bo
         head.load_state_dict({"weight": weights, **({"bias": torch.randn(VOCAB)} if has_bias else {})})
         whole, small = (model.prefill(model.new_state(1, 16, 4), ids) for model in (lm, trimmed))
         torch.testing.assert_close(small[:, KEPT], whole[:, KEPT], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_text_does_not_change_with_the_drafter_s_vocabulary(temperature: float) -> None:
-    target, draft = patched(tiny_model("bamba")), patched(tiny_model("bamba"))
-    prompts = random_texts(random.Random(0), [7, 4])
-
-    def run(drafter: stree.drafters.Drafter, growth: stree.growth.Growth | None = None) -> stree.Generation:
-        return stree.generate(
-            target, prompts, drafter, growth=growth, budget=8, sampling=Sampling(temperature), max_new_tokens=20,
-            verifier="match",
-        )  # fmt: skip
-
-    plain = run(NoDrafter()).sequences
-    for growth in (Chain(3), DySpec(depth=2)):
-        trimmed = run(ModelDrafter(draft, vocab=KEPT), growth)
-        assert trimmed.sequences == plain
-        assert {token for text in plain for token in text} - set(KEPT), "the text has tokens that were left out"
-    # The draft model is the target: at temperature 0 every drafted token is accepted.
-    assert temperature or trimmed.stats["tau"] < run(ModelDrafter(draft), Chain(3)).stats["tau"]
 
 
 def test_only_kept_tokens_are_drafted() -> None:

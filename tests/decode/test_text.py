@@ -5,7 +5,6 @@ Run: python -m pytest tests/decode/test_text.py
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -19,36 +18,11 @@ from stree.decode.stop_strings import StopStrings
 from stree.decode.text import IncrementalText, text_of
 from stree.inputs import ASSETS, load_tokenizer
 
-TEXTS = ["plain words, and more", "naïve café — 日本語 🙂🙂 end", "\n\n  indented\tcode()\n", "ÿþ ünï", "🙂"]
-
 
 @cache
 def tokenizer() -> Any:
     """Load a tokenizer whose tokens may be parts of characters."""
     return load_tokenizer(str(ASSETS / "target"))
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_pieces_are_the_text_and_never_part_of_a_character(text: str) -> None:
-    ids = tokenizer()("Start:" + text)["input_ids"]
-    prompt = tokenizer()("Start:")["input_ids"]
-    assert ids[: len(prompt)] == prompt
-    for seed in range(5):
-        chooser, place, out, pieces = random.Random(seed), len(prompt), IncrementalText(tokenizer(), prompt), []
-        while place < len(ids):
-            count = chooser.randint(1, 4)
-            pieces.append(out.push(ids[place : place + count]))
-            place += count
-        pieces.append(out.push([], is_last=True))
-        assert "".join(pieces) == out.text == text
-        assert not any("�" in piece for piece in pieces)
-
-
-def test_bytes_that_never_become_a_character_are_written_at_the_end() -> None:
-    ids = tokenizer()("🙂")["input_ids"]
-    assert len(ids) > 1, "several tokens"
-    out = IncrementalText(tokenizer(), [])
-    assert out.push(ids[:-1]) == "" and "�" in out.push([], is_last=True)
 
 
 @pytest.mark.parametrize(
@@ -131,17 +105,6 @@ def test_characters_come_as_soon_as_they_are_whole() -> None:
     out = IncrementalText(tokenizer, tokenizer("a")["input_ids"])
     assert [out.push([token]) for token in ids] == [*("", "", "日", "", "", "本") * 3]
     assert out.push(ids[:2]) == "" and out.push([], is_last=True) == "\ufffd"
-
-
-def test_a_special_token_in_a_stop_string_leaves_nothing_of_it() -> None:
-    tokenizer = byte_fallback()
-    ids = tokenizer.convert_tokens_to_ids(["▁ab", "<|im_start|>", *"user"])
-    for stop, expected in {
-        "<|im_start|>us": "ab", "b<|im_start|>": "a", "start|>use": "ab", "bus": "a", "<|im_end|>": "abuser", "bu": "a",
-        "<|im_start|>": "ab",
-    }.items():  # fmt: skip
-        assert pushed(tokenizer, ids, stops=[stop, "zz"]) == expected, stop
-        assert pushed(tokenizer, ids, range(len(ids)), stops=[stop, "zz"]) == expected, stop
 
 
 def test_a_whole_text_begins_as_its_decoding_and_ends_before_a_stop_string() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 import stree
 from stree.drafters import Draft, Drafter, FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
-from stree.growth import RSDS, Calibrated, Chain, DepthStop, DySpec, Growth, Static
+from stree.growth import Calibrated, Chain, DySpec, Growth, Static
 from stree.sampling import Sampling
 from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, drafts_of, step_bias
 from stree.testing.tables import TableModel, table_drafter
@@ -145,26 +144,6 @@ def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Gr
         return stree.generate(target, PROMPTS, drafter, growth=growth, budget=budget, **options).sequences
 
     assert text(FusedDrafter(ModelDrafter(draft), SuffixDrafter()), growth) == text(NoDrafter())
-
-
-SHAPES: dict[str, Growth] = {
-    "layers": Calibrated(2), "heap": DySpec(form="heap"), "stop": DepthStop(Chain(3)), "beam": RSDS(2, 3),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_a_sampled_text_does_not_depend_on_its_neighbours(name: str) -> None:
-    few, rng = 11, random.Random(5)  # tokens so few that much repeats itself
-    target, draft = (patched(tiny_model("mamba2", seed=seed, vocab_size=few)) for seed in (0, 1))
-    texts = [[rng.randrange(few) for _ in range(length)] for length in (3, 30, 1, 14, 26, 2, 35)]
-    texts += [[1, 2, 3] * 8, [4, 5] * 9]
-    drafter = FusedDrafter(ModelDrafter(draft), SuffixDrafter())
-
-    def text(prompts: list[list[int]]) -> list[list[int]]:
-        options: dict[str, Any] = {"growth": SHAPES[name], "budget": 16, "sampling": PLAIN, "max_new_tokens": 12}
-        return stree.generate(target, prompts, drafter, **options).sequences
-
-    assert text(texts)[:3] == text(texts[:3])
 
 
 def test_a_fused_tree_has_values_that_never_rise_along_a_path() -> None:

@@ -12,7 +12,6 @@ from helpers.table_drafts import draft_of
 
 from stree import growth as growths
 from stree.growth import Growth
-from stree.growth.plan import Layer, choose_slots
 from stree.sampling import Sampling
 from stree.testing.enumeration import PLAIN
 from stree.testing.tables import TableModel
@@ -122,15 +121,3 @@ def test_rsdc_is_a_static_tree_drawn_alike() -> None:
     dist, rng = TableModel.random(7, 0), random_rows(2)
     left, right = (draft_of(dist, growth([3, 2]), 16, PLAIN, rng, 2).tree for growth in (growths.RSDC, growths.Static))
     assert torch.equal(left.tokens, right.tokens) and torch.equal(left.parents, right.parents)
-
-
-def test_equal_numbers_of_other_types_are_other_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
-    monkeypatch.setattr(
-        "stree.growth.plan.choose",
-        lambda priority, left, below, terms: (given.append(below), (left, left))[1],  # type: ignore[func-returns-value]
-    )
-    priority, left = torch.ones(1, 2), torch.ones(1, dtype=torch.long)
-    slots, _ = choose_slots(Layer(2, 2, slots=(0, 1)), priority, None, 0.0, 1)
-    choose_slots(Layer(2, 2, below=(1.0, 0.0)), priority, left, 0.0, 1)
-    assert (slots.dtype, given[0].dtype) == (torch.long, torch.float32)

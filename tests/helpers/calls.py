@@ -1,11 +1,13 @@
-"""Calls of the command line in this process, and of one function in several threads that begin at the same time."""
+"""Calls of the command line in this process, one function in several threads at once, and a disk that is full."""
 
 from __future__ import annotations
 
 import json
+import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -38,3 +40,14 @@ def together(call: Callable[[int], R], threads: int) -> list[R]:
 
     with ThreadPoolExecutor(threads) as pool:
         return [*pool.map(work, range(threads))]
+
+
+@contextmanager
+def full_disk(size: int) -> Iterator[None]:
+    """Let no file grow beyond a size in bytes; a write takes what still fits, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -11,16 +11,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import stree
-from helpers.tiny_family_models import FAMILIES as TINY_FAMILIES
 from helpers.tiny_models import tiny_model
-from stree.models.families import FAMILIES
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6, 7], [3, 4, 2], [9, 1, 2, 3, 4, 9, 1]]
 NEW_TOKENS = 14
 SMALL = 11  # vocabulary of the models whose distribution is enumerated
-REFUSED_BY_TRANSFORMERS = ("mamba", "mamba2", "bamba", "zamba2", "nemotron_h", "falcon_h1", "granitemoehybrid", "jamba",
-                           "qwen3_next", "qwen3_5_text")  # fmt: skip
-LANDED = [family for family in TINY_FAMILIES if family in FAMILIES]
 
 
 def left_padded(prompts: list[list[int]]) -> dict[str, Tensor]:

@@ -6,17 +6,16 @@ Run: python -m pytest tests/integrations/test_batch.py
 from __future__ import annotations
 
 import json
-import resource
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.calls import error_of
+from helpers.calls import error_of, full_disk
 from helpers.http_served import CONVERSATION, TOOL_TEMPLATE, as_a_template_has_it
 from helpers.tiny_models import patched, tiny_model
 from helpers.tiny_pairs import save_tiny
@@ -80,17 +79,6 @@ def test_a_folder_of_another_job_or_of_something_else_or_in_use_is_refused(tmp_p
     assert refusal(Path("/proc/out")).startswith("cannot write /proc/out: ")
     (tmp_path / "out" / "part-00000.jsonl").write_text("\n{}\n")
     assert refusal(tmp_path / "out") == "line 1 of /out/part-00000.jsonl is no record of stree batch"
-
-
-@contextmanager
-def full_disk(size: int) -> Iterator[None]:
-    """Let no file grow beyond a size; a write takes what still fits, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_full_disk_is_named_and_loses_no_row(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Greedy text through the hook is transformers' own under everything that reads or forces the text.
 
-Run: python -m pytest tests/integrations/test_hook_processors.py (480 cases; CI runs those that are not exhaustive)
+Run: python -m pytest tests/integrations/test_hook_processors.py (720 cases; CI runs those that are not exhaustive)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from helpers.fast_cases import slow_unless
 from helpers.hooked_generate import PROMPTS, Copying, draft_model, hooked, new_tokens, plain
 from helpers.tiny_heads import target_and_block_head
-from helpers.tiny_models import patched
+from helpers.tiny_models import VOCAB, patched
 
 from stree.drafters import Drafter, FusedDrafter, HeadDrafter, ModelDrafter, SuffixDrafter
 
@@ -28,6 +28,11 @@ WHAT: dict[str, dict[str, Any]] = {
     "bad words": {"bad_words_ids": [[84], [87, 10], [18], [52]]},
     "min new tokens": {"min_new_tokens": 8, "eos_token_id": [STOP, 84, 18, 52, 87]},
     "forced tokens": {"forced_eos_token_id": STOP, "forced_bos_token_id": 5},
+    "suppressed tokens": {"suppress_tokens": [*range(50)], "begin_suppress_tokens": [60, 61]},
+    "decay": {"exponential_decay_length_penalty": (3, 1.5), "eos_token_id": [10, 11, 12]},
+    "allowed prefixes": {
+        "prefix_allowed_tokens_fn": lambda _, text: [(int(text[-1]) * 7 + place) % VOCAB for place in range(9)]
+    },
 }
 
 

@@ -12,8 +12,6 @@ import torch
 from helpers.fast_cases import slow_unless
 from helpers.launch_keys import launch_keys
 from helpers.on_device import treat_as_on_device, untouched_memory
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from stree.kernels.dispatch import as_on_device
@@ -112,20 +110,6 @@ def test_distributions_and_norms_of_rows_of_every_kind_are_exact_to_rounding(voc
     check(found, norms, logits, temperature)
     assert torch.equal(kernels.probs(logits, temperature, None), found) and torch.equal(logits, before)
     assert is_close(reference.probs(logits, temperature), logits, temperature)
-
-
-@pytest.mark.slow
-@given(st.integers(0, 10**6), st.integers(1, 300), st.floats(0.05, 20.0), st.floats(0.0, 40.0))
-@settings(max_examples=30, deadline=None)
-def test_random_distributions_are_exact_to_rounding(
-    seed: int, vocab: int, temperature: float, sharpness: float
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    logits = sharpness * torch.randn(2, 3, vocab, generator=generator)
-    is_cut = torch.rand(2, 3, vocab, generator=generator) < 0.3
-    is_cut[..., seed % vocab] = False
-    logits = logits.masked_fill(is_cut, -torch.inf).to(DEVICE)
-    check(*kernels.probs_and_norms(logits, temperature, None), logits, temperature)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of inf - inf

@@ -58,12 +58,6 @@ def test_a_mask_of_a_larger_tree_is_read_in_place() -> None:
     assert made.bits is not None and torch.equal(made.bits.cpu(), ancestor_bits(expected.mask))
 
 
-def test_a_walk_is_made_for_kernels_and_jumps_for_operators() -> None:
-    parents = random_parents(2, 9, torch.Generator().manual_seed(0)).to(DEVICE)
-    made = Topology.of(parents, jumps=True, backend="triton")
-    assert made.walk is not None and made.jumps is None and made.depth_first_walk() is made.walk
-
-
 @pytest.mark.parametrize(
     ("m", "width", "dtype"),
     [
@@ -113,12 +107,6 @@ def test_words_hold_the_ancestor_mask() -> None:
     words, column = ancestor_bits(mask), torch.arange(70)
     assert words.shape == (2, 70, 3) and words.dtype == torch.int32
     assert torch.equal((words[:, :, column // 32] >> (column % 32)) & 1 != 0, mask)
-
-
-def test_a_path_is_read_in_place() -> None:
-    path, lengths = torch.arange(12).view(4, 3).T, torch.tensor([4, 2, 3])
-    expected = AcceptedPath.of(path, lengths, 4)
-    assert_same(AcceptedPath.of(path.to(DEVICE), lengths.to(DEVICE), 4, backend="triton"), expected)
 
 
 def test_a_path_that_lacks_a_window_gets_one() -> None:

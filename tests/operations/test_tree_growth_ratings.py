@@ -209,18 +209,6 @@ def test_of_equal_children_the_first_is_the_likeliest_and_of_none_nothing_is_rat
     assert not bool(found[0, 2].any()) and found[0, 3, 0] > 0
 
 
-def test_ratings_by_rank_do_not_depend_on_strides() -> None:
-    ranked = Ranked.draw(2, 7, 5, 3, CPU)
-    words = replace(words_of(ranked), **apart(words_of(ranked), "children", "tokens", "parents"))
-    far = with_given(ranked, words=words, **apart(ranked.given, "reach", "probs", "norms"))
-    assert torch.equal(check_ranks(COMPILED, far), check_ranks(COMPILED, ranked))
-
-
-def with_fit(ranked: Ranked, order: list[int]) -> Ranked:
-    """Put the slopes by text into another order."""
-    return ranked._replace(fit=replace(ranked.fit, by_text=ranked.fit.by_text[order]))
-
-
 def with_others(ranked: Ranked, name: str) -> Ranked:
     """Give children whose tokens, or what they follow, are those of others."""
     words = words_of(ranked)
@@ -235,10 +223,6 @@ WRONG_RANKS: dict[str, Callable[[Ranked], Ranked]] = {
     "below other nodes": lambda ranked: with_others(ranked, "tokens"),
     "behind other tokens": lambda ranked: with_others(ranked, "parents"),
     "another frontier": lambda ranked: with_given(ranked, words=replace(words_of(ranked), first=2)),
-    "another sharpness": lambda ranked: with_given(ranked, norms=ranked.given.norms * 0.7),
-    "siblings in another order": lambda ranked: with_given(ranked, probs=ranked.given.probs.flip(-1)),
-    "pairs taken for triples": lambda ranked: with_fit(ranked, [1, 0, 2, 3]),
-    "another's pairs taken for its triples": lambda ranked: with_fit(ranked, [0, 1, 3, 2]),
 }
 
 

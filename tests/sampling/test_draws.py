@@ -88,14 +88,6 @@ def test_every_draw_of_a_tree_has_its_own_number() -> None:
     assert len(set(level.flatten().tolist())) == 15
 
 
-def test_draws_beyond_the_support_have_probability_zero() -> None:
-    dist = torch.tensor([[[0.0, 0.6, 0.0, 0.4]]])
-    tokens, probs = Draws(random_rows(1), 1, 4).draw(dist, 0, 4)
-    assert sorted(tokens[0, 0, :2].tolist()) == [1, 3]
-    assert (probs[0, 0, :2] > 0).all()
-    assert probs[0, 0, 2:].tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2.0**-53])
 def test_draws_at_the_ends_of_the_line_are_tokens_of_the_support(number: float) -> None:
     dist = torch.tensor([[[0.0, 0.3, 0.0, 0.5, 0.2, 0.0]]])

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.captured import launched, near_drafter
 from helpers.http_served import TEMPLATE, Served, listening
 
 import stree
@@ -65,3 +66,10 @@ def anywhere(request: pytest.FixtureRequest) -> Served:
     """A server in this process, or behind Ray Serve."""
     found: Served = request.getfixturevalue(request.param)
     return found
+
+
+@pytest.fixture
+def engine() -> Iterator[stree.Engine]:
+    """Give an engine of two rows."""
+    with stree.Engine(launched(), near_drafter(), budget=12, max_batch=2, max_length=96) as engine:
+        yield engine

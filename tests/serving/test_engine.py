@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,14 +20,6 @@ from helpers.tiny_heads import target_and_block_head, target_and_head
 import stree
 from stree.sampling import Sampling
 from stree.serving import RequestHandle
-
-
-@pytest.fixture
-def engine() -> Iterator[stree.Engine]:
-    """Give an engine of two rows."""
-    with stree.Engine(launched(), near_drafter(), budget=12, max_batch=2, max_length=96) as engine:
-        yield engine
-
 
 # Growths whose trees differ in size from row to row.
 IN_CI = ("fused", "rsds", "eagle2")

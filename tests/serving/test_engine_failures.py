@@ -4,24 +4,16 @@ Run: python -m pytest tests/serving/test_engine_failures.py
 """
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers.captured import launched, near_drafter
+from helpers.captured import launched
 from helpers.engine_requests import LIMITS, PROMPTS, WAYS, alone, submit
 from helpers.tiny_models import patched, tiny_model
 
 import stree
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, SuffixDrafter
-
-
-@pytest.fixture
-def engine() -> Iterator[stree.Engine]:
-    """Give an engine of two rows."""
-    with stree.Engine(launched(), near_drafter(), budget=12, max_batch=2, max_length=96) as engine:
-        yield engine
 
 
 def test_a_full_queue_refuses_and_a_closed_engine_does(engine: stree.Engine) -> None:

@@ -23,14 +23,6 @@ def test_head_is_get_without_a_body(path: str, served: Served) -> None:
     assert head.headers["content-length"] == get.headers["content-length"]
 
 
-def test_ready_is_503_while_the_server_drains_and_health_is_not(served: Served) -> None:
-    served.app.state.requests.is_draining = True
-    try:
-        assert [httpx.head(served.url + path).status_code for path in ("/ready", "/health")] == [503, 200]
-    finally:
-        served.app.state.requests.is_draining = False
-
-
 @pytest.mark.parametrize("error", [SystemExit, ValueError])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_whose_thread_has_ended_is_not_healthy_and_ends_its_requests(error: type[BaseException]) -> None:
