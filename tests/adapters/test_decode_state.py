@@ -34,7 +34,6 @@ from stree.models.state import DecodeState
 FLOAT32 = TOLERANCE[torch.float32]
 DEFERS = pytest.mark.parametrize("defers_commit", [False, True])
 EVERY = pytest.mark.parametrize("family", FAMILIES)
-# Two layers, as the second sees the errors of the first; chunks of 64 for the long forward; eager and lazy commits.
 
 
 @EVERY
@@ -202,6 +201,7 @@ def test_copies_of_a_state_defer_commits_and_fix_shapes_as_it_does(defers_commit
 
 @pytest.mark.slow
 def test_the_state_after_2000_commits_equals_one_computed_from_scratch() -> None:
+    # The second layer sees the errors of the first; chunks of 64 for the long forward.
     model = tiny_model("bamba", num_hidden_layers=2, mamba_chunk_size=64)
     decoding = Decoding(model, [5, 2], max_length=8192, max_nodes=8, defers_commit=True)
     rng = decoding.rng
