@@ -44,6 +44,11 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+def pytest_runtest_teardown() -> None:
+    """Undo a test's number of threads: threads that begin later take over the last one that any thread has set."""
+    torch.set_num_threads(1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests of kernels, which put their tensors on a GPU where there is one."""
     files = {ROOT / file for file in kernel_tests(is_small=False)}
