@@ -19,8 +19,10 @@ from stree.sampling import Sampling
 TEXTS = random_texts(random.Random(0), [6, 6])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("growth", [Calibrated(depth=8), DySpec(depth=8), OptTree(), Eagle2(), DySpec(form="heap")])
+@pytest.mark.parametrize(
+    ("growth", "temperature"),
+    [(Calibrated(depth=8), 0.8), (DySpec(depth=8), 0.0), (OptTree(), 0.8), (Eagle2(), 0.0), (DySpec(form="heap"), 0.8)],
+)
 def test_a_large_tree_of_fixed_shapes_fits_the_kernels(
     growth: Growth, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,8 +135,9 @@ def prefers(token: int) -> LogitsProcessor:
     return process
 
 
-@pytest.mark.parametrize("drafts", ["model", "fused"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("drafts", "sampling"), [("model", Sampling()), ("fused", Sampling(0.8))], ids=["model", "fused"]
+)
 def test_processors_follow_their_texts_when_rows_are_selected(drafts: str, sampling: Sampling) -> None:
     lm, prompts = launched(), random_texts(random.Random(2), [5, 3, 7, 4])
     drafter = ModelDrafter(lm) if drafts == "model" else DRAFTERS["fused"]
