@@ -160,7 +160,7 @@ def accept(
         return longest(tree, target_logits, sampling, rng, draft, max_depth)
     accepted = rule(tree, target_logits, sampling, rng, draft, max_depth)
     if not isinstance(rule, Match):  # of another author
-        _check_accepted(accepted, rule, *tree.tokens.shape)
+        _check_accepted(accepted, rule, *target_logits.shape)
     return accepted
 
 
@@ -191,8 +191,8 @@ def _check_shapes(tree: TokenTree, target_logits: Tensor, draft: DraftProbs | No
         )
 
 
-def _check_accepted(accepted: Any, rule: Verifier, batch: int, n: int) -> None:
-    """Refuse what a rule of another author returned: shapes and dtypes, and paths where the host can read them."""
+def _check_accepted(accepted: Any, rule: Verifier, batch: int, n: int, vocab: int) -> None:
+    """Refuse what a rule of another author returned: shapes and dtypes, and values where the host can read them."""
     check_kind(rule, "__call__", accepted, Acceptance, "a stree.Acceptance")
     path, lengths, name = accepted.path, accepted.path_lengths, type(rule).__name__
     most = path.shape[-1] if isinstance(path, Tensor) and path.dim() else 1
@@ -207,6 +207,9 @@ def _check_accepted(accepted: Any, rule: Verifier, batch: int, n: int) -> None:
         is_missing = (path < 0) & (torch.arange(path.shape[1], device=path.device) < lengths[:, None])
         if bool(((path >= n) | is_missing).any()):
             raise ValueError(f"{name}: path must lead from the root down, got {path.tolist()!s:.80} of {n} nodes")
+        if bool(((accepted.next_token < 0) | (accepted.next_token >= vocab)).any()):
+            found = accepted.next_token.tolist()
+            raise ValueError(f"{name} must return next_token in [0, {vocab}), got {found!s:.80}")
 
 
 def _has_branches(tree: TokenTree) -> bool:

@@ -128,16 +128,23 @@ class Wide(Rejection):
         return Acceptance(accepted.path.long(), accepted.path_lengths, accepted.next_token)
 
 
+class Beyond(Rejection):
+    def __call__(self, *arguments: Any, **options: Any) -> Acceptance:
+        accepted = super().__call__(*arguments, **options)
+        return Acceptance(accepted.path, accepted.path_lengths, accepted.next_token + 4)
+
+
 @pytest.mark.parametrize(
     ("verifier", "error", "message"),
     [
+        (Beyond(), ValueError, r"Beyond must return next_token in \[0, 4\), got \[[4-7]\]"),
         (Listing(), TypeError, r"Listing.__call__ must return a stree.Acceptance, got list"),
         (Wide(), TypeError, r"Wide.__call__ must return path int32\[batch, m\] = \[1, 2\], got int64\[1, 2\]"),
         (Rejection, TypeError, "verifier must be one of auto, .* or an object derived from stree.verify.Verifier"),
         (3, TypeError, "or an object derived from stree.verify.Verifier, got 3"),
         ("typical", ValueError, "verifier must be one of auto, match, rejection, traversal, block, got 'typical'"),
     ],
-    ids=["list", "dtype", "class", "number", "name"],
+    ids=["token", "list", "dtype", "class", "number", "name"],
 )
 def test_what_is_no_verifier_is_refused(verifier: Any, error: type[Exception], message: str) -> None:
     tree = TokenTree.chain([1, 2])
