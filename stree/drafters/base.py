@@ -12,6 +12,7 @@ from torch import Tensor
 
 from stree.drafters.candidates import Offered
 from stree.growth import Growth
+from stree.kernels.checks import checks_values
 from stree.kernels.step.texts import Seen
 from stree.models.prefix_cache import RequestPrefixes
 from stree.models.tree_lm import TreeLM
@@ -205,12 +206,14 @@ class Drafter:
         raise NotImplementedError(f"{type(self).__name__} must implement start")
 
 
-def proposed(run: DraftRun, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+def proposed(run: DraftRun, pending: Tensor, growth: Growth | None, budget: int, *, has_root: bool = True) -> Draft:
     """Call ``propose``; compare what a run of another author returns with the documentation of ``Draft``.
+
+    ``has_root``: whether the roots are read, which are compared where the host can read them.
 
     Raises:
         TypeError: a part of another kind or dtype.
-        ValueError: another shape.
+        ValueError: another shape, or other roots than the pending tokens.
     """
     draft = run.propose(pending, growth, budget)
     if is_ours(run):
@@ -230,6 +233,13 @@ def proposed(run: DraftRun, pending: Tensor, growth: Growth | None, budget: int)
     parts += [("column ", draft.column, "int64")] if draft.column is not None else []
     for part, tensor, kind in parts:
         check_returned(run, "propose", tensor, kind, part=part, batch=batch, n=n)
+    if (
+        has_root
+        and checks_values(tree.tokens)
+        and (roots := tree.tokens[:, 0].tolist()) != (wanted := pending.tolist())
+    ):
+        what = f"trees whose roots are the pending tokens {wanted}, got {roots}"
+        raise ValueError(f"{type(run).__name__}.propose must return {what}")
     return draft
 
 

@@ -135,7 +135,7 @@ class _FusedRun(DraftRun):
         """Retrieve, draft with what the budget leaves, unite both trees."""
         self._retrieving.forced = self.forced
         self._retrieving.sampling = self._drafting.sampling = self.sampling
-        found = proposed(self._retrieving, pending, growth, budget)
+        found = proposed(self._retrieving, pending, growth, budget, has_root=False)
         retrieved = self._retrieved(found)
         is_kept = ~retrieved.tree.is_padding
         plan = None if growth is None else growth.plan(budget)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import stree
-from stree.drafters import Drafter, DraftRun, SuffixDrafter
+from stree.drafters import Draft, Drafter, DraftRun, SuffixDrafter
 from stree.growth import AcceptanceModel, BaseGrowth, DySpec, Layer, Plan, Slots, Stop, Stopped
 from stree.growth.acceptance_model import DraftProbability
 from stree.sampling import Sampling
@@ -68,6 +68,8 @@ class Proposing(DraftRun):
     def propose(self, *inputs: Any) -> Any:
         draft = self.run.propose(*inputs)
         wrong: dict[str, Any] = {"max_depth": torch.tensor(1), "values": torch.ones(2), "tree": draft.tree.tokens}
+        if self.kind == "root":
+            return Draft(stree.TokenTree(torch.full((2, 1), 4), torch.full((2, 1), -1, dtype=torch.int32)), None, 0)
         return replace(draft, **{self.kind: wrong[self.kind]}) if self.kind in wrong else None
 
 
@@ -91,6 +93,7 @@ WRONG: list[tuple[Any, str]] = [
     (Drafting("max_depth"), r"propose must return a Draft whose max_depth is an integer, got int64\[\]"),
     (Drafting("values"), r"propose must return values float\[batch, n\] = \[2, \d\], got float32\[2\]"),
     (Drafting("draft"), "propose must return a stree.drafters.Draft, got NoneType"),
+    (Drafting("root"), r"propose must return trees whose roots are the pending tokens \[\d, \d\], got \[4, 4\]"),
     (Ratios(), r"Ratios.__call__ must return ratios float\[batch, n\] = \[2, \d\], got float32\[2, 1\]"),
 ]  # fmt: skip
 
