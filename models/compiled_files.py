@@ -33,8 +33,8 @@ class CompiledFiles:
 
     Its name is a hash of the model's configuration, settings, shapes of weights and classes, of the code that runs
     them, and of the settings of torch that a trace or inductor reads.  A function has two files: inductor's artifact,
-    and JSON with the names of the weights that it takes and the sizes for which it holds.  Models with hooks on modules
-    have no files.
+    and JSON with the names of the weights that it takes and the sizes for which it holds, whose name is its hash, and
+    which has the artifact's: what is damaged is compiled again.  Models with hooks on modules have no files.
 
     Args:
         lm: the model.
@@ -48,13 +48,16 @@ class CompiledFiles:
         """Return a function for a kind of calls that takes the ``wanted`` tensors, or None."""
         for file in [] if self._folder is None else sorted(self._folder.glob("*.json")):
             try:
-                record = json.loads(file.read_text())
+                record, binary = json.loads(file.read_text()), file.with_suffix(".bin")
+                artifact = record.pop("artifact")
                 sizes = record["shapes"], record["conditions"]
                 if record["kind"] == repr(kind) and CompiledFunction.holds(wanted, *sizes):
+                    if file.stem != _digest(json.dumps(record).encode()) or artifact != _digest(binary.read_bytes()):
+                        raise ValueError("its bytes are not those that were written")
                     weights = [self._named[name] for name in record["names"]]
                     _trust_compiler(record["instructions"])
                     with config.patch(cpp_cache_precompile_headers=False):  # for compilations alone
-                        return CompiledFunction.load(file.with_suffix(".bin"), kind, weights, *sizes)
+                        return CompiledFunction.load(binary, kind, weights, *sizes)
             except Exception as problem:  # files of another release, or half of them; torch raises anything
                 logger.debug("%s is not loaded: %s: %s", file, type(problem).__name__, problem)
         return None
@@ -64,14 +67,15 @@ class CompiledFiles:
         names = {id(tensor): name for name, tensor in self._named.items()}
         if self._folder is None or not {*map(id, function.weights)} <= names.keys():
             return
-        text = json.dumps({
+        record = {
             "kind": repr(function.kind), "shapes": function.shapes, "conditions": function.conditions,
             "names": [names[id(weight)] for weight in function.weights], "instructions": str(pick_vec_isa()),
-        })  # fmt: skip
-        file = self._folder / hashlib.sha256(text.encode()).hexdigest()[:16]
+        }  # fmt: skip
+        file = self._folder / _digest(json.dumps(record).encode())
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            function.save(file.with_suffix(".bin"))
+            function.save(binary := file.with_suffix(".bin"))
+            text = json.dumps({**record, "artifact": _digest(binary.read_bytes())})
             write_atomic(str(file.with_suffix(".json")), text)
         except Exception as problem:  # inductor keeps no cache, or no file can be written
             logger.debug("%s is not written: %s: %s", file, type(problem).__name__, problem)
@@ -90,6 +94,10 @@ class CompiledFiles:
         kinds = {type(module) for module in (self._lm, *modules)}
         digest = code_digest((portable_layout_of(self._lm), switches), kinds, self._lm.device)
         return None if digest is None else Path(cache_dir(), "stree", digest)
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
 
 
 def _trust_compiler(instructions: str) -> None:
