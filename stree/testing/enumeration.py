@@ -225,12 +225,9 @@ def every_outcome(
 
 
 def step_bias(
-    target: TableModel,
-    trees: DraftedTrees,
-    verifier: str | Verifier,
-    sampling: Sampling = PLAIN,
+    target: TableModel, trees: DraftedTrees, verifier: str | Verifier, sampling: Sampling = PLAIN,
     verify: Verify | None = None,
-) -> float:
+) -> float:  # fmt: skip
     """Total variation between both distributions of ``emitted_and_right``."""
     return total_variation(*emitted_and_right(target, trees, verifier, sampling, verify))
 

@@ -180,7 +180,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "TreeLM.prefill": (
         lambda **given: lm().prefill(lm().new_state(1, 64, 16), **given),
-        {"input_ids": torch.tensor([[1, 2]]), "lengths": None, "chunk_size": None, "hidden_layers": None},
+        {"input_ids": torch.tensor([[1, 2]]), "lengths": None, "hidden_layers": None},
     ),
     "TreeLM.extend": (
         lambda **given: lm().extend(state().clone(), **given),
