@@ -31,7 +31,7 @@ from stree.models.patching import PatchedForward, has_foreign_forward, patch_for
 __all__ = ["pack_large_linears", "pack_linears"]
 
 LARGE = 3 << 20  # bytes of a weight that no cache holds
-FEW, FEW_OF_LARGE, FEW_IN_BFLOAT16 = 8, 4, 2  # rows, for which numba's products with a weight are the faster
+FEW, FEW_OF_LARGE, FEW_IN_BFLOAT16 = 16, 4, 2  # rows, for which numba's products with a weight are the faster
 
 
 @dataclass(frozen=True, slots=True, eq=False)
