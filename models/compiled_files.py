@@ -56,8 +56,7 @@ class CompiledFiles:
                         raise ValueError("its bytes are not those that were written")
                     weights = [self._named[name] for name in record["names"]]
                     _trust_compiler(record["instructions"])
-                    with config.patch(cpp_cache_precompile_headers=False):  # for compilations alone
-                        return CompiledFunction.load(binary, kind, weights, *sizes)
+                    return CompiledFunction.load(binary, kind, weights, *sizes)
             except Exception as problem:  # files of another release, or half of them; torch raises anything
                 logger.debug("%s is not loaded: %s: %s", file, type(problem).__name__, problem)
         return None
