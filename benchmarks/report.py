@@ -48,13 +48,13 @@ def study(
     helps = dict(re.findall(r"^ +(\w+): (.*)$", measure.__doc__ or "", re.MULTILINE))
     for name, one in inspect.signature(measure, eval_str=True).parameters.items():
         choices, is_needed = get_args(one.annotation), one.default is one.empty
-        kind: dict[str, Any] = {"type": str if choices else one.annotation, "choices": choices or None}
+        settings: dict[str, Any] = {"type": str if choices else one.annotation, "choices": choices or None}
         if one.default is False:
-            kind = {"action": "store_true"}
+            settings = {"action": "store_true"}
         elif name != by_place:
-            kind |= {"required": is_needed, "default": None if is_needed else one.default}
+            settings |= {"required": is_needed, "default": None if is_needed else one.default}
         option = name if name == by_place else f"--{name.replace('_', '-')}"
-        parser.add_argument(option, help=helps.get(name), **kind)
+        parser.add_argument(option, help=helps.get(name), **settings)
     given = vars(parser.parse_args())
     file = given.pop("out")
     try:

@@ -80,7 +80,7 @@ def _products(x: Array, weight: Array, y: Array) -> None:
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
 def _products_of_row(x: Array, weight: Array, y: Array) -> None:
-    """Multiply one row: in bfloat16 four, of which three are copies, are no longer as fast as memory is read."""
+    """Multiply one row by a bfloat16 weight: computed four times, as above, it would take longer than reading it."""
     last, quarter = len(weight) - 1, (len(weight) + 3) // 4
     for o0 in range(quarter):
         o1, o2, o3 = min(o0 + quarter, last), min(o0 + 2 * quarter, last), min(o0 + 3 * quarter, last)
