@@ -67,6 +67,7 @@ def test_compiled_trees_of_all_sizes_have_the_logits_of_the_model() -> None:
     _check(partial(tiny_model, "mamba2"), sizes=((0, 4), (0, 7)))
 
 
+@pytest.mark.slow
 def test_states_and_trees_of_other_sizes_share_a_compiled_function(traced_only: None) -> None:
     lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
     lm.compile()

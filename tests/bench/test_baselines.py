@@ -37,7 +37,7 @@ def pair_of(family: str) -> Pair:
 @pytest.mark.parametrize(
     ("family", "tree", "temperature"),
     slow_unless(
-        lambda _, tree, *__: tree == "dyspec:7",
+        lambda _, tree, *__: tree == "static:3,2",
         [("mamba2", "dyspec:7", 0.8), ("bamba", "static:3,2", 0.0), ("bamba", "stree", 0.8)],
     ),
 )

@@ -81,7 +81,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", slow_unless(("processor", "overlap").__contains__, WAYS))
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow_unless((80).__eq__, SIZES))
 def test_texts_are_those_of_plain_decoding(size: int, way: str) -> None:
     target, options = patched(tiny_model("bamba")), {"max_new_tokens": 24, "seed": 1, "ignore_eos": True, **WAYS[way]}
     plain = stree.generate(target, PROMPTS, "none", **{**options, "overlap": False}).sequences
@@ -91,7 +91,7 @@ def test_texts_are_those_of_plain_decoding(size: int, way: str) -> None:
     assert way == "auto" or out.stats["tau"] > 1, "it drafts"
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", slow_unless((80).__eq__, SIZES))
 def test_every_drafter_around_a_model_takes_one_of_another_size(size: int) -> None:
     target, draft = patched(tiny_model("bamba")), patched(resized(size))
     options: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}

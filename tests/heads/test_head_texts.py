@@ -50,8 +50,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mixture": {"sampling": [Sampling(), Sampling(1.5), Sampling(0.7, top_k=9), Sampling()], "verifier": "match"},
     "processed": {"repetition_penalty": 1.4},
 }  # fmt: skip
-FAST = [("qwen3_next", "dspark", name) for name in OPTIONS if name not in ("mixture", "processed")]
-FAST += [("bamba", "specblock", "tree"), ("qwen3_next", "mtp", "auto"), ("qwen3_next", "mtp", "mixture")]
+FAST = [("qwen3_next", "dspark", name) for name in ("tree", "two rows for four", "sampled")]
+FAST += [("bamba", "specblock", "tree"), ("qwen3_next", "mtp", "mixture")]
 FAST += [("mamba2", "diffusion", "sampled")]
 PAIRS = (
     ("mamba2", "dflash"), ("qwen3_next", "dspark"), ("llama", "dflash2"), ("llama", "dflash"), ("bamba", "specblock"),
