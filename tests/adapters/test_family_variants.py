@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers.family_states import Decoding
+from helpers.fast_cases import slow_unless
 from helpers.tiny_family_models import ROUTED, family_model
 from helpers.tiny_models import TOLERANCE, patched, random_texts, random_tree, tree_error
 
@@ -96,8 +97,9 @@ def test_variants_of_a_family_are_exact(name: str) -> None:
     check(name, torch.float32)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", slow_unless(lambda _: False, VARIANTS, in_ci=lambda name: [*VARIANTS].index(name) % 2 == 0)
+)
 @pytest.mark.parametrize("dtype", [torch.float64], indirect=True, ids=["float64"])
 def test_variants_of_a_family_are_exact_in_float64(name: str, dtype: torch.dtype) -> None:
     check(name, dtype)

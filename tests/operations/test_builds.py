@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from helpers.launch_keys import Key, launch_keys
 from helpers.operation_families import ATTENTION
 from helpers.operation_problem import DEVICE, Problem, chain, random_parents
@@ -245,7 +246,10 @@ def launches(monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., Run], sizes
     return keys
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(lambda name: name not in SLOW, CASES, in_ci=lambda name: "long" not in name and "101" not in name),
+)
 def test_sizes_that_differ_from_step_to_step_share_their_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, same, kernels, other, words = CASES[name]
     first, *others = (launches(monkeypatch, prepare, sizes) for sizes in same)

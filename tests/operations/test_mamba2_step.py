@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import oracles
+from helpers.fast_cases import slow_unless
 from helpers.operation_problem import DEVICE, TOLERANCE, error, mixed_parents, paths_to
 from torch import Tensor
 
@@ -105,13 +106,12 @@ TILES = {"headdim": 70, "groups": 1, "dstate": 36}  # several of them
 
 @pytest.mark.parametrize(
     ("dtype", "is_gated", "sizes"),
-    [
-        pytest.param(torch.float32, True, {}, id="float32"),
-        *(
-            pytest.param(dtype, is_gated, sizes, marks=pytest.mark.slow, id=f"{str(dtype)[6:]}-{is_gated}-{len(sizes)}")
-            for dtype, is_gated, sizes in ((torch.bfloat16, False, {}), (torch.float32, True, TILES))
-        ),
-    ],
+    slow_unless(
+        lambda dtype, _, sizes: dtype == torch.float32 and not sizes,
+        [(torch.float32, True, {}), (torch.bfloat16, False, {}), (torch.float32, True, TILES)],
+        in_ci=lambda _, __, sizes: not sizes,
+    ),
+    ids=str,
 )
 def test_a_mixer_in_one_launch_equals_loops_over_nodes(
     dtype: torch.dtype, is_gated: bool, sizes: dict[str, int]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import oracles
+from helpers.fast_cases import slow_unless
 from helpers.operation_families import ATTENTION, CONV, DELTA, FAMILIES, RECURRENCES
 from helpers.operation_problem import (
     Family,
@@ -132,8 +133,11 @@ def test_commit_ignores_rows_off_the_path_whatever_they_hold(family: Family) -> 
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(problem.states, other.states, strict=True))
 
 
-@pytest.mark.slow
-@every_recurrence
+@pytest.mark.parametrize(
+    "family",
+    slow_unless(lambda _: False, RECURRENCES, in_ci=lambda family: family.name in ("ssd", "kda")),
+    ids=lambda family: family.name,
+)
 def test_two_thousand_commits_do_not_drift(family: Family) -> None:
     problem = Problem.draw(family, chain(4), dtype=torch.float32)
     exact = problem.to(torch.float64)

@@ -22,7 +22,7 @@ from stree.sampling import Sampling
 from stree.serving import RequestHandle
 
 # Growths whose trees differ in size from row to row.
-IN_CI = ("fused", "rsds", "eagle2")
+IN_CI = ("fused", "rsds")
 
 
 @pytest.mark.parametrize("name", slow_unless("suffix".__eq__, WAYS, in_ci=IN_CI.__contains__))
