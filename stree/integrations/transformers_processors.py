@@ -67,7 +67,8 @@ class BatchProcessor:
                 continue
             before, logits = logits, torch.empty_like(logits)
             for call in calls:
-                logits[[*call.places.values()]] = group(call.texts, before[call.rows])[[*call.places]]
+                processed = group(call.texts, before[call.rows])[[*call.places]]
+                logits[[*call.places.values()]] = processed.to(logits)
         return logits.to(device)
 
     def _calls(self, nodes: Sequence[Node]) -> list[_Call]:

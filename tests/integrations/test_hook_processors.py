@@ -23,7 +23,7 @@ DRAFTERS = ("model", "head", "suffix", "fused")
 STOP = 13
 WHAT: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 2.0},
-    "own processor": {"logits_processor": [Copying()]},
+    "own processor, of another dtype": {"logits_processor": [Copying(), lambda _, scores: scores.double()]},
     "no repeated n-grams": {"no_repeat_ngram_size": 2},
     "bad words": {"bad_words_ids": [[84], [87, 10], [18], [52]]},
     "min new tokens": {"min_new_tokens": 8, "eos_token_id": [STOP, 84, 18, 52, 87]},
