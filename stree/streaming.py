@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ SEVERAL = {"streamer", "max_batch", "num_samples"}  # options of ``generate`` th
 class TokenStream(Iterator[int]):
     """The new tokens of one text, one by one.  A step emits several at once, so some come without a wait.
 
-    ``close()``, or dropping the iterator, ends the text as cancelled and frees its memory.
+    ``close()``, or dropping the iterator, ends the text as cancelled and frees its memory.  Threads may share a stream:
+    each token goes to one of them, and ``close`` waits for the step that runs.
 
     Attributes:
         result: what ``generate`` returns, of the text so far.
@@ -36,14 +38,16 @@ class TokenStream(Iterator[int]):
         self._loop: DecodeLoop | None = next(steps)  # checks the arguments
         self._result = self._loop.output("length")
         self._next = 0
+        self._lock = threading.RLock()
 
     def __next__(self) -> int:
-        while self._next >= len(new := self._new_tokens()):
-            if self._steps is None:
-                raise StopIteration
-            self._advance()
-        self._next += 1
-        return new[self._next - 1]
+        with self._lock:
+            while self._next >= len(new := self._new_tokens()):
+                if self._steps is None:
+                    raise StopIteration
+                self._advance()
+            self._next += 1
+            return new[self._next - 1]
 
     def text(self, tokenizer: Any) -> Iterator[str]:
         """Yield the text of the tokens as they come, in pieces of whole characters, special tokens left out.
@@ -66,7 +70,8 @@ class TokenStream(Iterator[int]):
     @property
     def result(self) -> Generation:
         """What was generated so far; after the end, all of it."""
-        return self._result if self._loop is None else self._loop.output("running")
+        with self._lock:
+            return self._result if self._loop is None else self._loop.output("running")
 
     @property
     def stats(self) -> dict[str, Any]:
@@ -75,10 +80,11 @@ class TokenStream(Iterator[int]):
 
     def close(self) -> None:
         """End the text; tokens that were not taken are dropped."""
-        if self._steps is not None and self._loop is not None:
-            self._steps.close()
-            self._finish(self._loop.output("cancelled"))
-        self._next = len(self._new_tokens())
+        with self._lock:
+            if self._steps is not None and self._loop is not None:
+                self._steps.close()
+                self._finish(self._loop.output("cancelled"))
+            self._next = len(self._new_tokens())
 
     def _new_tokens(self) -> list[int]:
         """New tokens of the text so far."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 from typing import Any
 
 import pytest
@@ -57,6 +59,23 @@ def test_text_comes_in_pieces_of_whole_characters() -> None:
     later = stree.stream(lm, prompt, **options)
     next(later)
     assert "".join(later.text(tokenizer)) == text_of(tokenizer, [*prompt, new[0]], new[1:])
+
+
+def test_threads_share_the_tokens_of_a_stream_and_any_of_them_closes_it() -> None:
+    def slow(_: Tensor, logits: Tensor) -> Tensor:
+        sleep(0.01)  # the others ask for a token while a step runs
+        return logits
+
+    options: dict[str, Any] = {"drafter": NoDrafter(), "logits_processor": slow}
+    whole = stree.generate(launched(), [PROMPT], max_new_tokens=20, **options).new_tokens[0]
+    tokens = stree.stream(launched(), PROMPT, max_new_tokens=20, **options)
+    closed = stree.stream(launched(), PROMPT, max_new_tokens=150, **options)
+    with ThreadPoolExecutor(3) as threads:
+        assert sorted(sum(threads.map(list, [tokens] * 3), [])) == sorted(whole)
+        taken = threads.submit(list, closed)
+        next(closed)
+        closed.close()
+        assert len(taken.result()) < 150 and closed.stats["finish_reasons"] == ["cancelled"]
 
 
 @pytest.mark.parametrize("is_captured", slow_unless(bool, [False, True]))
