@@ -18,7 +18,7 @@ from stree.decode.token_rules import TokenRules
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
-__all__ = ["Batch", "Observer", "Request", "Streamer"]
+__all__ = ["Batch", "Observer", "Request", "Streamer", "alternatives"]
 
 
 class Streamer(Protocol):
@@ -129,7 +129,8 @@ class Request:
         eos = frozenset(getattr(lm, "eos_token_ids", ()))
         return cls(
             [], sampling, max_new_tokens, ends, _integer("seed", seed), stop_strings=stop_strings,
-            logprobs=_alternatives(lm, logprobs), rules=TokenRules.of(lm.vocab_size, ends, max_new_tokens, **rules),
+            logprobs=alternatives("logprobs", lm, logprobs),
+            rules=TokenRules.of(lm.vocab_size, ends, max_new_tokens, **rules),
             grammar=None if grammar is None else grammar.compile(tokenizer, lm.vocab_size, ends, eos),
             processors=() if logits_processor is None else (logits_processor,), streamer=streamer, observer=observer,
             budget=budget, return_steps=return_steps,
@@ -174,7 +175,7 @@ def _integer(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer or a list of them, got {value!r:.80}") from None
 
 
-def _alternatives(lm: TreeLM, logprobs: Any) -> int | None:
+def alternatives(name: str, lm: TreeLM, logprobs: Any) -> int | None:
     """Return how many alternatives are kept beside each token's own log probability, or None for no probabilities."""
     if logprobs is None or isinstance(logprobs, bool):
         return 0 if logprobs else None
@@ -184,7 +185,7 @@ def _alternatives(lm: TreeLM, logprobs: Any) -> int | None:
         count = -1
     if not 0 <= count <= lm.vocab_size:
         what = f"True or a number of alternatives up to {lm.vocab_size}"
-        raise ValueError(f"logprobs must be {what}, got {logprobs!r:.80}")
+        raise ValueError(f"{name} must be {what}, got {logprobs!r:.80}")
     return count
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from stree.checks import check_counts, check_flags, check_numbers, check_object, check_sizes
+from stree.checks import check_counts, check_flags, check_numbers, check_object
 from stree.decode.grammar import Grammar
 from stree.decode.memory import check_memory
-from stree.decode.request import Request
+from stree.decode.request import Request, alternatives
 from stree.decode.sequences import Text
 from stree.decode.settings import Settings
 from stree.decode.step_result import StepResult
@@ -127,7 +127,7 @@ class Engine:
             RuntimeError: the engine is closed, or its thread has ended by an error.
         """
         check_flags(cache=cache, trees=trees)
-        check_sizes(prompt_logprobs=prompt_logprobs or None)
+        num_alternatives = alternatives("prompt_logprobs", self.lm, prompt_logprobs)
         handle = RequestHandle(self.totals, RequestPrefixes(self._cache if cache else PrefixCache(0), num_shared))
         request = Request.of(
             self.lm, sampling=sampling, max_new_tokens=max_new_tokens, stop_token_ids=stop_token_ids, budget=budget,
@@ -136,7 +136,7 @@ class Engine:
         ).with_prompt(self.lm, prompt, self.max_length)  # fmt: skip
         self.settings.check_request(request)
         check_stops(request)
-        handle.start(request, prompt_logprobs)
+        handle.start(request, num_alternatives)
         with self._changed:
             if self.problem is not None:
                 raise RuntimeError(self.problem)

@@ -41,6 +41,7 @@ def test_bad_requests_are_refused_before_anything_runs(engine: stree.Engine) -> 
         ("text", {}, "list of tokens"), ([1], {"max_new_tokens": 0}, "max_new_tokens"),
         ([1], {"stop_token_ids": list(range(65))}, "at most 64"), ([1], {"logprobs": -1}, "logprobs"),
         ([1], {"stop_strings": "x"}, "tokenizer"), ([1], {"sampling": 0.8}, "sampling must be"),
+        ([1], {"prompt_logprobs": 10**6}, "prompt_logprobs must be True or a number of alternatives up to"),
     ]  # fmt: skip
     for prompt, changed, message in cases:
         with pytest.raises((ValueError, TypeError), match=message):
