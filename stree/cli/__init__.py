@@ -34,6 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 2 for a user's mistake, 130 after Ctrl-C, 141 where nothing reads the output any more.
     """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed, as by ``>&-``; a file opened later must not have its number
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     parser = argparse.ArgumentParser(
         prog="stree", description="Tree speculative decoding for Mamba and hybrid language models."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def test_json_is_the_last_line_and_has_every_documented_key(target: str, capsys:
     assert (report["verifier"], report["rule"], report["lossless"]) == ("auto", "match", True)
     assert report["num_prompt_tokens"] == 5 and report["num_new_tokens"] == len(report["token_ids"])
     assert report["finish_reason"] in ("stop", "length") and report["dtype"] == "float32"
+
+
+def test_closed_standard_streams_are_empty(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main([*PROMPT, "--target", target]) == 0
+    assert main(["generate", "--target", target]) == 2, "an empty prompt"
 
 
 def test_every_drafter_gives_the_text_of_plain_decoding(
