@@ -90,14 +90,12 @@ def create_app(
 def _add_reports(app: FastAPI, api: OpenAIAPI, engine: Engine) -> None:
     """Add what monitors ask for."""
 
-    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=ERRORS)
     async def health() -> dict[str, str]:
         if engine.problem is not None:
             raise APIError(503, engine.problem)
         return {"status": "ok"}
 
-    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=ERRORS)
     async def ready() -> dict[str, str]:
         if app.state.requests.is_draining:

@@ -16,9 +16,12 @@ from stree.serving.app import create_app
 from stree.serving.first_requests import run_first_requests
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/", "/version", "/openapi.json", "/v1/models", "/v1/models/tiny"]
+)
 def test_head_is_get_without_a_body(path: str, served: Served) -> None:
-    head, get = httpx.head(served.url + path), httpx.get(served.url + path)
+    key = {"Authorization": f"Bearer {KEY}"}
+    head, get = (ask(served.url + path, headers=key) for ask in (httpx.head, httpx.get))
     assert head.status_code == get.status_code == 200 and not head.content
     assert head.headers["content-length"] == get.headers["content-length"]
 
