@@ -135,5 +135,4 @@ class PromptEncoder:
             check_roles(messages, written)
         except ValueError as error:
             raise APIError(400, str(error), param="messages") from error
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
+        return self._tokenized(text, False)
