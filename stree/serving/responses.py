@@ -13,7 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from stree.request_fields import ANY_VALUE, shortened
+from stree.request_fields import ANY_VALUE, shortened, utf8
 from stree.serving.errors import APIError
 from stree.serving.openai_api import OpenAIAPI
 from stree.serving.protocol import ChatRequest
@@ -233,6 +233,10 @@ async def respond(api: OpenAIAPI, body: ResponsesRequest, request: Request) -> A
         "tools": [{"parameters": None, "strict": None, **tool} for tool in body.tools or []],
         "top_p": 1.0 if body.top_p is None else body.top_p, "truncation": "disabled", "error": None, "store": False,
     }  # fmt: skip
+    try:
+        utf8("the request", json.dumps(head, ensure_ascii=False, allow_nan=False))  # the answer has it, too
+    except (ValueError, RecursionError) as error:
+        raise APIError(400, f"the body must be JSON in UTF-8: {error}") from error
     try:
         answer = await api.chat(body.chat(), request)
     except APIError as error:

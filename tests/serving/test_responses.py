@@ -98,12 +98,16 @@ def test_calls_of_tools_are_items(served: Served, monkeypatch: pytest.MonkeyPatc
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input", "an item of type 'item_reference'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "content part of type"),
         ({"input": []}, "input", "list of turns"),
+        ({"metadata": {"run": "\ud800"}}, None, "surrogates not allowed"),
+        ({"metadata": {"run": float("nan")}}, None, "not JSON compliant"),
         ({"input": 5}, "input", "input must be a text or a list of items, got 5"),
         ({"text": {"format": {"type": "xml"}}}, "text", "type"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice needs tools, got none"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(served: Served, fields: dict[str, Any], param: str, said: str) -> None:
+def test_what_is_not_done_is_refused_by_name(
+    served: Served, fields: dict[str, Any], param: str | None, said: str
+) -> None:
     response = served.post("/v1/responses", {"model": "tiny", "input": "Hi", **fields})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param) and said in error["message"]
