@@ -272,10 +272,12 @@ class OpenAIAPI:
         self, body: GenerationRequest, choices: list[Choice], chunk: dict[str, Any],
         part: Callable[..., dict[str, Any]], num_prompt_tokens: int,
     ) -> AsyncIterator[str]:  # fmt: skip
-        extra = {"usage": None} if body.includes_usage else {}
+        extra: dict[str, Any] = {"usage": None} if body.includes_usage else {}
+        counts_all = body.includes_usage and getattr(body.stream_options, "continuous_usage_stats", None)
         try:
             async for piece in merged(choices):
                 if piece.text or piece.logprobs or piece.finish_reason:
+                    extra |= {"usage": usage(choices, num_prompt_tokens)} if counts_all else {}
                     yield event({**chunk, "choices": [part(piece, is_whole=False)], **extra})
             if body.includes_usage:
                 yield event({**chunk, "choices": [], **self._sums(choices, num_prompt_tokens)})

@@ -22,13 +22,8 @@ from stree.sampling import Sampling
 from stree.serving.errors import APIError
 
 __all__ = [
-    "ChatRequest",
-    "CompletionRequest",
-    "DemoRequest",
-    "DetokenizeRequest",
-    "GenerationRequest",
-    "TokenizeRequest",
-]
+    "ChatRequest", "CompletionRequest", "DemoRequest", "DetokenizeRequest", "GenerationRequest", "TokenizeRequest",
+]  # fmt: skip
 
 Stops = Annotated[list[str], BeforeValidator(stop_strings, json_schema_input_type=str | list[str] | None)]
 # Lists end at the first wrong item: an error for each of a million items would take seconds and a gigabyte.
@@ -42,9 +37,11 @@ Messages = Annotated[list[dict[str, Any]], BeforeValidator(chat_messages)]
 class StreamOptions(BaseModel):
     """Options of a stream."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # changes no text
 
 
 class GenerationRequest(BaseModel):

@@ -62,6 +62,10 @@ def test_streams_give_the_same_text_and_end_with_usage(anywhere: Served) -> None
     assert whole.choices[0].logprobs is not None and tokens == whole.choices[0].logprobs.tokens
     response = anywhere.post("/v1/completions", {**options, "stream": True})
     assert response.text.endswith("data: [DONE]\n\n")
+    extra: Any = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": True}
+    each = [*anywhere.lenient.completions.create(**options, stream=True, stream_options=extra)]
+    counts = [chunk.usage.completion_tokens for chunk in each if chunk.usage is not None]
+    assert len(counts) == len(each) > 3 and counts == sorted(counts) and 0 < counts[0] < counts[-1] == 24
 
 
 def test_stop_strings_are_cut_whole_and_in_streams(anywhere: Served) -> None:
@@ -131,6 +135,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"stop": 5}, 400, "stop"), ({"seed": "x"}, 400, "seed"),
     ({"logprobs": 21}, 400, "logprobs"), ({"stream": "yes"}, 400, "stream"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options"), ({"model": "other"}, 404, "model"),
+    ({"stream": True, "stream_options": {"include_usages": True}}, 400, "stream_options"),
     ({"min_tokens": 9, "max_tokens": 8}, 400, "min_tokens"),
     ({"model": 3}, 400, "model"), *(({name: value}, 400, name) for name, value, _ in REFUSED),
 ]  # fmt: skip
