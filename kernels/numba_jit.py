@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -18,7 +19,8 @@ from stree.kernels.clock import begin_compiling, compiling, end_compiling
 
 with compiling():
     from numba import njit
-    from numba.core import event
+    from numba.core import event, sigutils
+    from numba.core.caching import FunctionCache
     from numba.extending import overload
 
 __all__ = ["compiled", "inner", "overload"]
@@ -35,18 +37,42 @@ def compiled(function: Callable[..., Any] | None = None, **options: Any) -> Any:
         return partial(compiled, **options)
     dispatcher = njit(error_model="numpy", **options)(function)
     try:
-        dispatcher.enable_caching()
+        dispatcher._cache = _Cache(function)
     except RuntimeError as error:
         if "no locator available" not in str(error):
             raise
-        _warn_of_no_cache()
+        _warn_of_no_cache("no folder can be written")
     return dispatcher
 
 
+class _Cache(FunctionCache):
+    """numba's cache of a function, whose files may be damaged, or on a disk that is full: then it is compiled anew."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return the machine code for a signature, or None; a cache with damaged files is emptied.
+
+        Processes that compile a function at once for two signatures may name both files alike, and one then remains.
+        """
+        with suppress(Exception):  # pickle raises anything
+            found = super().load_overload(sig, target_context)
+            if found is None or found.signature.args == sigutils.normalize_signature(sig)[0]:
+                return found
+        with suppress(OSError):
+            self.flush()
+        return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep the machine code for a signature, if it can be written."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _warn_of_no_cache(str(error))
+
+
 @cache
-def _warn_of_no_cache() -> None:
-    """Log once that numba finds no folder that can be written."""
-    logger.warning("numba keeps no compiled code: no folder can be written; set NUMBA_CACHE_DIR to one")
+def _warn_of_no_cache(cause: str) -> None:
+    """Log a cause once."""
+    logger.warning("numba keeps no compiled code: %s; set NUMBA_CACHE_DIR to a folder that can be written", cause)
 
 
 def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import numba
 import pytest
 import torch
-from helpers.calls import together
+from helpers.calls import full_disk, together
 from torch import Tensor
 
 from stree.kernels import dispatch, ops
@@ -92,8 +93,29 @@ def test_functions_are_compiled_without_a_cache_where_no_folder_can_be_written(
     with caplog.at_level(logging.WARNING, "stree"):
         assert [compiled(double)(4), compiled(double)(5)] == [8, 10]
     assert [record.getMessage() for record in caplog.records] == [
-        "numba keeps no compiled code: no folder can be written; set NUMBA_CACHE_DIR to one"
+        "numba keeps no compiled code: no folder can be written; set NUMBA_CACHE_DIR to a folder that can be written"
     ]
     monkeypatch.setattr(numba.config, "CACHE_LOCATOR_CLASSES", "Misspelt")
     with pytest.raises(RuntimeError, match="Misspelt"):
         compiled(double)
+
+
+def test_damaged_files_of_the_cache_are_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def doubled() -> list[float]:
+        function = compiled(double)
+        return [function(4), function(0.5)]
+
+    with caplog.at_level(logging.WARNING, "stree"), full_disk(100):
+        assert doubled() == [8, 1.0]
+    assert "File too large" in caplog.text and not [*tmp_path.rglob("*.nbc")]
+    assert doubled() == [8, 1.0]
+    (index,), files = tmp_path.rglob("*.nbi"), sorted(tmp_path.rglob("*.nbc"))
+    whole = [file.read_bytes() for file in files]
+    for file, damaged in ((index, b""), (files[0], b"torn"), (files[0], whole[1])):  # the last: of another signature
+        file.write_bytes(damaged)
+        assert doubled() == [8, 1.0]
+        assert file.stat().st_size > len(b"torn") and len([*tmp_path.rglob("*.nbc")]) == 2
