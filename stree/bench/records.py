@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+import zlib
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
@@ -109,7 +110,7 @@ def unpack(path: Path) -> None:
     packed = _packed(path)
     if packed.exists() and not path.exists():
         with replacing(path) as beside:
-            beside.write_bytes(gzip.decompress(packed.read_bytes()))
+            beside.write_bytes(_unpacked(packed))
         packed.unlink()
 
 
@@ -138,7 +139,7 @@ def read_lines(path: Path) -> list[Record]:
     if path.exists():
         text = path.read_text(encoding="utf-8", errors="replace")
     elif (packed := _packed(path)).exists():
-        text = gzip.decompress(packed.read_bytes()).decode()
+        text = _unpacked(packed).decode()
     else:
         return []
     *lines, _ = text.split("\n")
@@ -151,6 +152,14 @@ def read_lines(path: Path) -> list[Record]:
         if not isinstance(found[-1], dict):
             raise ValueError(f"line {number} of {path} is no benchmark record")
     return found
+
+
+def _unpacked(packed: Path) -> bytes:
+    """Read what ``gzip`` made of a file."""
+    try:
+        return gzip.decompress(packed.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:  # the second where its end is missing
+        raise ValueError(f"{packed} cannot be read: {error}") from error
 
 
 def _packed(path: Path) -> Path:

@@ -42,6 +42,13 @@ def test_a_packed_run_is_read_and_goes_on_unpacked(tmp_path: Path) -> None:
     (tmp_path / "results.jsonl.gz").write_bytes(gzip.compress(results.read_bytes()))
     results.unlink()
     assert read(results) == records and not results.exists()
+    packed = tmp_path / "results.jsonl.gz"
+    for damaged in ((whole := packed.read_bytes())[:-9], whole[:12] + b"\xff" * 9 + whole[21:], b"no gzip"):
+        packed.write_bytes(damaged)
+        for use in (lambda: read(results), lambda: RunDirectory(tmp_path, {}, {})):
+            with pytest.raises(ValueError, match=r"results\.jsonl\.gz cannot be read"):
+                use()
+    packed.write_bytes(whole)
     run = RunDirectory(tmp_path, {}, {})
     run.add([{"metric": "more", "params": {}}])
     assert [record["metric"] for record in read(results)] == ["check", "more"]
