@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.numba_jit import compiled, overload
+from stree.kernels.cpu_jit import compiled, overload
 
 __all__ = ["linear"]
 

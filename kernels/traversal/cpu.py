@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.numba_jit import compiled, inner
+from stree.kernels.cpu_jit import compiled, inner
 from stree.kernels.traversal.operands import (
     DELTA,
     INDEPENDENT,

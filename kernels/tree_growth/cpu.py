@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.numba_jit import compiled, inner
+from stree.kernels.cpu_jit import compiled, inner
 from stree.kernels.tree_growth.operands import Appended, Chosen, Columns, Layout, Terms
 
 __all__ = ["append", "choose"]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.numba_jit import compiled, inner
+from stree.kernels.cpu_jit import compiled, inner
 from stree.kernels.tree_growth.cpu import Array
 from stree.kernels.tree_growth.operands import Children, Level, Memory, RankFit, Ratings, Table
 from stree.kernels.tree_growth.reference import LEAST_BLUNT, LEAST_PROB

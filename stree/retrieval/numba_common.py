@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from stree.kernels import numba_jit
-from stree.kernels.numba_jit import compiled
+from stree.kernels import cpu_jit
+from stree.kernels.cpu_jit import compiled
 from stree.retrieval.continuations import Nodes
 
 __all__ = ["MOST_CHILDREN", "Array", "compiled", "inner", "insert_ranked", "is_new", "merge", "pop", "push", "write"]
@@ -22,7 +22,7 @@ MOST_CHILDREN = 8  # continuations that are considered after one string
 
 Array = np.ndarray[Any, Any]
 # Loops instead of slice assignments, ``arange`` and ``zeros``: numba takes seconds to compile each of these.
-inner = numba_jit.inner(no_cpython_wrapper=True, no_cfunc_wrapper=True)
+inner = cpu_jit.inner(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @inner

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from stree.kernels import dispatch, ops
 from stree.kernels.constants import constant
+from stree.kernels.cpu_jit import compiled
 from stree.kernels.dispatch import (
     as_on_device,
     backend_of,
@@ -24,7 +25,6 @@ from stree.kernels.dispatch import (
     most_true,
 )
 from stree.kernels.host_copies import HostCopy, upload
-from stree.kernels.numba_jit import compiled
 
 
 def test_bounds_are_exact_where_the_host_can_read_and_safe_where_it_cannot() -> None:
