@@ -32,10 +32,13 @@ def tree_bytes(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:
     """
     if lm.device.type == "cuda":  # kernels read the context in place
         return _at(lm, batch, nodes, nodes)
-    longer = 1 << (max(length, nodes) - 1).bit_length()
-    shorter = longer // 2
-    low, high = (_at(lm, batch, nodes, size) for size in (shorter, longer))
-    return low + (high - low) * (max(length, nodes) - shorter) // max(1, longer - shorter)
+    length = max(length, nodes)
+    longer = 1 << (length - 1).bit_length()
+    shorter, high = longer // 2, _at(lm, batch, nodes, longer)
+    if length == longer:
+        return high
+    low = _at(lm, batch, nodes, shorter)
+    return low + (high - low) * (length - shorter) // (longer - shorter)
 
 
 def _at(lm: TreeScorer, batch: int, nodes: int, length: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -85,6 +85,15 @@ class Extent:
     has_grammar: bool = False
     path_nodes: int = 0
 
+    def rounded_up(self) -> Extent:
+        """Return powers of two in place of all sizes each of which has a measurement of its own."""
+        drafting = self.drafting
+        return replace(
+            self, batch=_power_of_two(self.batch), length=_power_of_two(self.length), nodes=_power_of_two(self.nodes),
+            prompts=_power_of_two(self.prompts),
+            drafting=None if drafting is None else replace(drafting, width=_power_of_two(drafting.width)),
+        )  # fmt: skip
+
     def nodes_of(self, place: int) -> int:
         """Return the nodes that a state of the target, which has place 0, or of a draft model has room for."""
         columns = 0 if self.drafting is None else self.drafting.nodes + FIRST_DRAFTED - 1
@@ -119,23 +128,28 @@ def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
     Raises:
         ValueError: target and draft models need more than is free; the message shows the sum.
     """
-    need, free = needed_bytes(lm, drafter, extent), free_bytes(lm.device)
-    if need > free:
-        models = _models(lm, drafter, extent.nodes)
-        sums = " and ".join(
-            arithmetic(model, extent.batch, extent.length, extent.nodes_of(place)) for place, model in enumerate(models)
-        )
-        passing = _size(_transient_bytes(models, extent, one_shot_heads(drafter, extent.nodes)))
-        raise ValueError(
-            f"the states need {_size(need)}, {passing} of them in a prefill or a step, {sums}, "
-            f"and {_size(free)} are free on {lm.device}; "
-            "lower max_batch, max_length or budget"
-        )
+    if fits_in_memory(lm, drafter, extent):
+        return
+    models = _models(lm, drafter, extent.nodes)
+    sums = " and ".join(
+        arithmetic(model, extent.batch, extent.length, extent.nodes_of(place)) for place, model in enumerate(models)
+    )
+    passing = _size(_transient_bytes(models, extent, one_shot_heads(drafter, extent.nodes)))
+    raise ValueError(
+        f"the states need {_size(needed_bytes(lm, drafter, extent))}, {passing} of them in a prefill or a step, "
+        f"{sums}, and {_size(free_bytes(lm.device))} are free on {lm.device}; lower max_batch, max_length or budget"
+    )
 
 
 def fits_in_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> bool:
-    """Whether a generation fits; see ``check_memory``."""
-    return needed_bytes(lm, drafter, extent) <= free_bytes(lm.device)
+    """Whether a generation fits; see ``check_memory``.  Its own sizes are measured where larger ones do not fit."""
+    free = free_bytes(lm.device)
+    return any(needed_bytes(lm, drafter, one) <= free for one in (extent.rounded_up(), extent))
+
+
+def _power_of_two(size: int) -> int:
+    """Round up."""
+    return 1 << (size - 1).bit_length()
 
 
 def needed_bytes(lm: TreeLM, drafter: Drafter, extent: Extent) -> int:

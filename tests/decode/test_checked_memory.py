@@ -29,7 +29,7 @@ from stree.distill.heads import new_head
 from stree.drafters import Drafter, FusedDrafter, HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import DySpec, Static
 from stree.kernels.dispatch import as_on_device
-from stree.models import passed_checks, tree_memory
+from stree.models import measured_bytes, passed_checks, tree_memory
 from stree.models.tree_memory import tree_bytes
 from stree.sampling import Sampling
 
@@ -43,6 +43,16 @@ MODELS = {
 }
 OF_EACH_KIND = ("bamba", "mamba", "qwen3_5_text", "recurrent_gemma", "lfm2", "llama")
 OF_EACH_PREFILL = ("bamba", "recurrent_gemma", "lfm2_moe", "kimi_linear")
+
+
+def test_sizes_up_to_the_next_powers_of_two_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm, measured = stree.TreeLM(family_model("bamba")), list[Any]()
+    monkeypatch.setattr(measured_bytes, "_from_disk", lambda key, lm, measure: measured.append(key) or 0)  # type: ignore[func-returns-value]
+    numbers = []
+    for batch, budget in ((3, 5), (4, 8), (3, 7), (5, 8)):
+        stree.generate(lm, [[5, 6, 7]] * batch, SuffixDrafter(), budget=budget, max_new_tokens=2, max_length=40)
+        numbers.append(len(measured))
+    assert 0 < numbers[0] == numbers[1] == numbers[2] < numbers[3]
 
 
 @pytest.mark.parametrize("family", matrix(fast=OF_EACH_KIND))
