@@ -78,10 +78,10 @@ def _orders_and_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Run programs in reversed or shuffled order, poison memory that our code allocates, and cut TF32 operands."""
     with ExitStack() as stack:
         if importlib.util.find_spec("triton") and not torch.cuda.is_available():
-            from helpers.sanitizer import poisoned_memory, program_order, remembered_lists, truncated_tf32
+            from helpers.sanitizer import cached_lookups, poisoned_memory, program_order, truncated_tf32
 
             stack.enter_context(program_order("shuffled" if request.config.getoption("sanitize") else "reversed"))
-            stack.enter_context(remembered_lists())
+            stack.enter_context(cached_lookups())
             stack.enter_context(poisoned_memory())
             stack.enter_context(truncated_tf32())
         yield

@@ -86,7 +86,7 @@ class Extent:
     path_nodes: int = 0
 
     def rounded_up(self) -> Extent:
-        """Return powers of two in place of all sizes each of which has a measurement of its own."""
+        """Return powers of two in place of the sizes that are measured, so that one measurement serves all below it."""
         drafting = self.drafting
         return replace(
             self, batch=_power_of_two(self.batch), length=_power_of_two(self.length), nodes=_power_of_two(self.nodes),
@@ -142,13 +142,13 @@ def check_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> None:
 
 
 def fits_in_memory(lm: TreeLM, drafter: Drafter, extent: Extent) -> bool:
-    """Whether a generation fits; see ``check_memory``.  Its own sizes are measured where larger ones do not fit."""
+    """Whether a generation fits; see ``check_memory``.  Its own sizes are measured only if rounded ones do not fit."""
     free = free_bytes(lm.device)
     return any(needed_bytes(lm, drafter, one) <= free for one in (extent.rounded_up(), extent))
 
 
 def _power_of_two(size: int) -> int:
-    """Round up."""
+    """Return the least power of two that is not smaller."""
     return 1 << (size - 1).bit_length()
 
 

@@ -87,7 +87,7 @@ class Guard:
 
         try:
             self._check(scope)
-            read = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # the server sends no body then
+            read = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope  # answered without the body
             await (self._post if scope["method"] == "POST" else self._app)(read, receive, named)
         except APIError as error:
             if status is None:

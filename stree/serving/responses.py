@@ -234,7 +234,7 @@ async def respond(api: OpenAIAPI, body: ResponsesRequest, request: Request) -> A
         "top_p": 1.0 if body.top_p is None else body.top_p, "truncation": "disabled", "error": None, "store": False,
     }  # fmt: skip
     try:
-        utf8("the request", json.dumps(head, ensure_ascii=False, allow_nan=False))  # the answer has it, too
+        utf8("the request", json.dumps(head, ensure_ascii=False, allow_nan=False))  # the answer repeats it
     except (ValueError, RecursionError) as error:
         raise APIError(400, f"the body must be JSON in UTF-8: {error}") from error
     try:

