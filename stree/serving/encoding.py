@@ -114,11 +114,11 @@ class PromptEncoder:
             message = f"the prompt has {len(text)} characters, at least {least} tokens, of at most {self._max_tokens}"
             raise APIError(400, message, param=param, code="context_length_exceeded")
 
-    def _tokenized(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _tokenized(self, text: str, add_special_tokens: bool, param: str = "prompt") -> list[int]:
         try:
             ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         except (UnicodeEncodeError, TypeError) as error:  # half of a character: tokenizers differ in what they raise
-            raise APIError(400, "prompt is no text that UTF-8 can write", param="prompt") from error
+            raise APIError(400, f"{param}: no text that UTF-8 can write", param=param) from error
         return ids
 
     def _tokenized_chat(self, messages: Sequence[dict[str, Any]], options: Mapping[str, Any]) -> list[int]:
@@ -135,4 +135,4 @@ class PromptEncoder:
             check_roles(messages, written)
         except ValueError as error:
             raise APIError(400, str(error), param="messages") from error
-        return self._tokenized(text, False)
+        return self._tokenized(text, False, "messages")

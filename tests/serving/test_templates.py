@@ -44,7 +44,7 @@ def test_a_template_reads_the_options_of_the_request(served: Served, monkeypatch
     refused = served.post("/v1/chat/completions", body | {"enable_thinking": "no"})
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "enable_thinking"
     refused = served.post("/v1/chat/completions", body | {"chat_template_kwargs": {"enable_thinking": "\ud800"}})
-    assert refused.status_code == 400 and "no text that UTF-8 can write" in refused.text
+    assert refused.status_code == 400 and "messages: no text that UTF-8 can write" in refused.text
 
 
 KNOWN = (
