@@ -50,7 +50,7 @@ class Grown:
 class DraftState:
     """A draft model's state of all tokens before a text's last one, which is run with the pending token.
 
-    Prompts are run when the first tree is drafted; what else was never run is run before the next tree.
+    Prompts, and what else was never run, are run before the next tree: a text that is decoded plainly costs nothing.
 
     Args:
         lm: the draft model.
@@ -71,7 +71,8 @@ class DraftState:
         self.max_nodes: int | None = None
         self.version = 0
         self._max_length: int | None = None  # of a text, where it is known
-        self._state: DecodeState | None = None  # None until the prompts have been run
+        self._state: DecodeState | None = None  # None until the first prompts have been run
+        self._unread: dict[int, RequestPrefixes | None] = dict.fromkeys(range(len(prompts)))  # rows of prompts to run
         self.most_behind = 0
         self._is_united = False  # whether another drafter added nodes, which reads every step on the host anyway
 
@@ -111,40 +112,47 @@ class DraftState:
         """Read the target's hidden states of prompts, where they are needed: see ``DraftRun.read_prompts``."""
 
     def run_prompts(self) -> None:
-        """Run the prompts, unless they were run; plain decoding never needs them."""
+        """Run the prompts that were not run yet; plain decoding never needs them."""
         if self._state is None:
             nodes = MAX_NODES if self.max_nodes is None else max(self.max_nodes, CHUNK + 1)
             self._state = self._lm.new_state(len(self.prompts), self.max_length, nodes)
             self._state.fixed_shapes = fixes_shapes(self._state.lengths)
-            self._prefill()
+        elif len(self._unread) == len(self.prompts):
+            self._state.reset()  # rows that began one by one leave it with the longest text's bound
+        unread, self._unread = self._unread, {}
+        if len(unread) == len(self.prompts) and not any(unread.values()):
+            return self._prefill(self._state)
+        for row, prefixes in unread.items():
+            self._prefill_row(self._state, row, self.prompts[row][:-1], prefixes)
 
-    def _prefill(self) -> None:
+    def _prefill(self, state: DecodeState) -> None:
         """Run all tokens but the last of each prompt, if there are any."""
         if max(map(len, self.prompts)) == 1:
             return
         input_ids, lengths = padded_prompts([prompt[:-1] or prompt for prompt in self.prompts])
-        self._lm.prefill(self.decode_state, input_ids, lengths)
+        self._lm.prefill(state, input_ids, lengths)
         if empty := [row for row, prompt in enumerate(self.prompts) if len(prompt) == 1]:
-            self.decode_state.reset_rows(empty)
+            state.reset_rows(empty)
+
+    def _prefill_row(
+        self, state: DecodeState, row: int, tokens: Sequence[int], prefixes: RequestPrefixes | None
+    ) -> None:
+        """Run the tokens of one prompt, if there are any, from a state that was kept."""
+        if not tokens:
+            return
+        if prefixes is None:
+            self._lm.prefill_row(state, row, torch.tensor([tokens]))
+        else:
+            single = self._lm.new_state(1, state.max_length, state.max_nodes)
+            PromptRun(self._lm, tokens, single, prefixes).run()
+            state.write_row(row, single)
 
     def begin(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], prefixes: RequestPrefixes | None = None
     ) -> None:
         """Begin other texts in some rows, or all, in the same memory, from states that were kept."""
         self._empty(rows, prompts)
-        if self._state is None:
-            return
-        if len(rows) == len(self.prompts) and prefixes is None:
-            return self._prefill()
-        for row, prompt in zip(rows, prompts, strict=True):
-            if len(prompt) == 1:
-                continue
-            if prefixes is None:
-                self._lm.prefill_row(self._state, row, torch.tensor([prompt[:-1]]))
-            else:
-                single = self._lm.new_state(1, self._state.max_length, self._state.max_nodes)
-                PromptRun(self._lm, prompt[:-1], single, prefixes).run()
-                self._state.write_row(row, single)
+        self._unread |= dict.fromkeys(rows, prefixes)
 
     def _empty(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Forget the texts of some rows, or all."""
@@ -159,9 +167,14 @@ class DraftState:
             self._state.reset()
 
     def select(self, rows: Tensor, prompts: list[Sequence[int]] | None = None) -> Self:
-        """Copy the state of some sequences, int64[batch'], whose prompts may be given: rows are read otherwise."""
+        """Copy the state of some sequences, int64[batch'].
+
+        The host reads the rows, unless it is given their prompts, which were run.
+        """
         other = copy(self)
-        other.prompts = [self.prompts[row] for row in rows.tolist()] if prompts is None else [*prompts]
+        kept = {} if prompts is not None else dict(enumerate(rows.tolist()))
+        other.prompts = [self.prompts[row] for row in kept.values()] if prompts is None else [*prompts]
+        other._unread = {row: self._unread[old] for row, old in kept.items() if old in self._unread}
         other._state = None if self._state is None else self._state.select(rows)
         other.version += 1
         return other

@@ -16,6 +16,7 @@ from helpers.tiny_models import TOLERANCE, VOCAB, patched, random_texts, tiny_mo
 import stree
 from stree.drafters import FusedDrafter, ModelDrafter, NoDrafter, SuffixDrafter
 from stree.growth import Chain, DySpec, Growth, Static
+from stree.models.tree_lm import TreeLM
 
 EXACT = 20 * TOLERANCE[torch.float32]
 GROWTHS: dict[str, tuple[Growth, int]] = {  # and most draft calls of a tree of 8 nodes
@@ -85,6 +86,23 @@ def test_an_unused_model_catches_up_on_what_was_emitted() -> None:
         assert steps.step(budget=1).num_calls == 0
         if step % 37 == 0:  # after one token, after some, after more than a chain holds
             assert steps.error(model) < EXACT
+
+
+@pytest.mark.parametrize("family", ["mamba2", "bamba"])
+def test_a_prompt_is_run_with_its_first_tree(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = patched(model := tiny_model(family))
+    steps = DraftSteps(ModelDrafter(lm), VOCAB, [[5, 1, 9], [2, 7]], Chain(2))
+    steps.step(8)
+    steps.texts[0] = random_texts(random.Random(4), [12])[0]
+    with monkeypatch.context() as patch:
+        for name in ("prefill", "prefill_row", "verify"):
+            patch.setattr(TreeLM, name, None, raising=False)
+        steps.run.begin([0], [steps.texts[0]])
+        steps.step(1)
+        steps.run = steps.run.select(torch.tensor([1, 0]), random_rows(2))
+    steps.texts.reverse()
+    steps.pending = steps.pending.flip(0)
+    assert steps.error(model) < EXACT
 
 
 @pytest.mark.parametrize("on_device", [False, True])
