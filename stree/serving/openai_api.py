@@ -196,6 +196,9 @@ class OpenAIAPI:
     ) -> list[Choice]:
         """Submit all texts of a request, or none; a prompt is tokenised when those before it are in the queue."""
         choices: list[Choice] = []
+        count, queue = len(prompts) * (body.n or 1), self._engine.max_queue
+        if queue is not None and count > (most := self._engine.max_batch + queue):
+            raise APIError(400, f"{count} texts of one request, where at most {most} run and wait", param="n")
         shown = self._shown(body)
         if shown not in self._bytes_with:
             self._bytes_with[shown] = TokenBytes(self._tokenizer, shown)

@@ -252,9 +252,15 @@ def test_a_client_that_leaves_frees_its_row(served: Served) -> None:
 
 
 def test_a_full_queue_is_429_and_a_server_that_stops_503(served: Served) -> None:
-    body = {**COMPLETION, "prompt": ["x"] * 40, "max_tokens": 30}
-    response = served.post("/v1/completions", body)
+    body = {**COMPLETION, "prompt": ["x"] * 6, "n": 2, "max_tokens": 200, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.stream("POST", f"{served.url}/v1/completions", json={**body, "stream": True}, headers=headers) as stream:
+        next(stream.iter_lines())
+        response = served.post("/v1/completions", COMPLETION)
     assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
+    response = served.post("/v1/completions", {**body, "n": 3})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == "18 texts of one request, where at most 12 run and wait"
     assert ended(served.engine)
     served.app.state.requests.is_draining = True
     try:
