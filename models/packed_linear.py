@@ -8,6 +8,11 @@ more for 4.  It was not timed on Intel's processors, where MKL is the fastest fo
 threads oneDNN multiplies four rows faster than one or two by a large weight, which a cache does not hold; they are
 repeated.  In a compiled function one row is a sum over products, which inductor fuses with its neighbours; by a large
 weight in float32 numba's code is the faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.
+
+Where oneDNN does not pack bfloat16, as on x86 without AVX-512, torch multiplies by it slowly: up to 16 rows run by
+numba's code on any number of threads, more of them in float32 by pieces of the weight.  One thread of an AMD processor
+of that kind, Mamba-2 129M, not compiled, time over torch's own: 0.90 for one row, 0.38 for 4, 0.28 for 16, 0.27 for 64,
+0.27 for a prompt of 512.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ __all__ = ["pack_large_linears", "pack_linears"]
 
 LARGE = 3 << 20  # bytes of a weight that no cache holds
 FEW, FEW_OF_LARGE, FEW_IN_BFLOAT16 = 16, 4, 2  # rows, for which numba's products with a weight are the faster
+PIECE = 1 << 18  # numbers of a weight that are turned to float32 at once: a cache holds them
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +113,8 @@ class PackedWeight:
                 self._stored = stored = _Stored(weight, weight.data_ptr(), _array_of(weight.detach()))
             y = _few_rows(x, stored.array)
             return (y if bias is None else y.add_(bias)).to(x.dtype)
+        if not _packs(weight.dtype):
+            return _in_float32(x, weight, bias)
         packing = self._packing
         if packing is None or not packing.is_of(weight):
             packing = self._pack(weight)
@@ -140,7 +148,7 @@ def pack_linears(model: nn.Module, least: int = 0) -> None:
 
     Args:
         model: whose layers are patched.
-        least: bytes of a weight, below which its layer is left as it is.
+        least: bytes of a weight that oneDNN packs, below which its layer is left as it is.
     """
     for module in _packable(model, least):
         forward = module.__dict__.get("forward")
@@ -154,7 +162,8 @@ def pack_large_linears(model: nn.Module) -> None:
     Eager steps gain by it.  One thread of an AMD processor, float32, time over that without: Mamba-2 129M 0.93 for a
     node, 0.58 for 4, 0.66 for 16 and 0.89 for a prompt of 256; a Llama of SmolLM2-135M's sizes 0.90, 0.70, 0.77, 0.92.
     """
-    if sum(module.weight.nbytes for module in _packable(model, LARGE)) <= psutil.virtual_memory().available // 2:
+    weights = [module.weight for module in _packable(model, LARGE)]
+    if sum(weight.nbytes for weight in weights if _packs(weight.dtype)) <= psutil.virtual_memory().available // 2:
         pack_linears(model, LARGE)
 
 
@@ -163,19 +172,19 @@ def _packable(model: nn.Module, least: int) -> list[nn.Linear]:
     if not torch.backends.mkldnn.is_available():
         return []
     layers = [module for module in model.modules() if type(module) is nn.Linear and not has_foreign_forward(module)]
-    return [layer for layer in layers if layer.weight.nbytes >= least and _can_pack(layer.weight)]
+    packable = [layer for layer in layers if _can_pack(layer.weight)]
+    return [layer for layer in packable if layer.weight.nbytes >= least or not _packs(layer.weight.dtype)]
 
 
 def _can_pack(weight: Tensor) -> bool:
-    is_plain = type(weight) is nn.Parameter  # a quantised weight is of another class
-    return is_plain and weight.device.type == "cpu" and weight.dtype in _dtypes() and not weight.is_inference()
+    is_plain = type(weight) is nn.Parameter and not weight.is_inference()  # a quantised weight is of another class
+    return is_plain and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 @cache
-def _dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes that oneDNN packs on this processor; on x86 bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
+def _packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of a dtype on this processor; on x86 bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
+    return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @cache
@@ -186,18 +195,29 @@ def _mkl_rows() -> int:
 
 
 def _suits_numba(weight: Tensor) -> bool:
-    """Whether numba's code, of one thread, is taken for few rows; it was not timed on Intel's processors.
+    """Whether numba's code, of one thread, is taken for few rows; in float32 it was not timed on Intel's processors.
 
     The weight is one that ``_can_pack``.
     """
-    return torch.get_num_threads() == 1 and weight.is_contiguous() and not _mkl_rows()
+    is_faster = not _packs(weight.dtype) or (torch.get_num_threads() == 1 and not _mkl_rows())
+    return is_faster and weight.is_contiguous()
 
 
 def _few(weight: Tensor) -> int:
     """Return up to how many rows numba's code is the faster for a weight."""
+    if not _packs(weight.dtype):
+        return FEW
     if weight.dtype == torch.bfloat16:
         return FEW_IN_BFLOAT16
     return FEW_OF_LARGE if weight.nbytes >= LARGE else FEW
+
+
+def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute x weight^T + bias by pieces of the weight in float32."""
+    wide = x.float()
+    pieces = [nn.functional.linear(wide, piece.float()) for piece in weight.split(max(1, PIECE // weight.shape[1]))]
+    y = torch.cat(pieces, -1)
+    return (y if bias is None else y.add_(bias)).to(x.dtype)
 
 
 def _array_of(weight: Tensor) -> Any:
@@ -217,8 +237,9 @@ def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Te
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
     if isinstance(x, FakeTensor):  # the call is being traced
         is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
-        is_bfloat16 = weight.dtype == torch.bfloat16  # which both read at the same speed
-        if is_one_row and (is_bfloat16 or weight.nbytes < LARGE or not _suits_numba(weight)):
+        is_bfloat16 = weight.dtype == torch.bfloat16  # which both read at the same speed, where oneDNN packs it
+        is_fused = is_bfloat16 or weight.nbytes < LARGE or not _suits_numba(weight)
+        if is_one_row and is_fused and _packs(weight.dtype):
             return _one_row(x, weight, bias)
         return torch.ops.stree.packed_linear(x, weight, bias, packed.number)  # type: ignore[no-any-return]
     return packed.linear(x, weight, bias)

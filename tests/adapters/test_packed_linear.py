@@ -57,6 +57,23 @@ def test_products_of_any_shape(
         assert layer(x).shape == (*shape[:-1], 33)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("bias", [True, False])
+def test_products_in_bfloat16_that_onednn_does_not_pack(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_linear, "_packs", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(packed_linear, "PIECE", 480)  # ten of 33 outputs
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+    layer = _packed(bias, torch.bfloat16)
+    monkeypatch.setattr(torch.nn.functional, "linear", _only_float32)
+    assert _error(layer, torch.randn(rows, 48).bfloat16()) < 2**-8
+
+
+def _only_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    assert x.dtype == weight.dtype == torch.float32
+    product = x @ weight.T
+    return product if bias is None else product + bias
+
+
 def _scale(layer: nn.Linear) -> None:
     with torch.no_grad():
         layer.weight.mul_(2)
