@@ -113,6 +113,7 @@ print(json.dumps({"before": num_before, "later": names[num_before:], "calls": le
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_requests_of_a_server_meet_compiled_code(tmp_path: Path) -> None:
     found = run(SERVING, NUMBA_CACHE_DIR=str(tmp_path), OMP_NUM_THREADS="1")
     assert found["before"] > 0 and found["later"] == []

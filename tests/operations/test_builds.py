@@ -248,7 +248,7 @@ def launches(monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., Run], sizes
 
 @pytest.mark.parametrize(
     "name",
-    slow_unless(lambda name: name not in SLOW, CASES, in_ci=lambda name: "long" not in name and "101" not in name),
+    slow_unless(lambda name: name not in SLOW, CASES, in_ci=lambda name: name in ("mixer", "pointwise")),
 )
 def test_sizes_that_differ_from_step_to_step_share_their_builds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, same, kernels, other, words = CASES[name]

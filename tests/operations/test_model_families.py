@@ -70,6 +70,7 @@ def test_a_family_is_exact_with_the_triton_versions(family: str, asked: set[str]
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_latents_wider_than_other_heads_are_attended_to_by_triton(asked: set[str]) -> None:
     assert_exact(family_model("kimi_linear", kv_lora_rank=300))
     assert {"gated_delta_step", *ATTENTION} <= asked

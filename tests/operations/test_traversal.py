@@ -59,7 +59,7 @@ every_backend = pytest.mark.parametrize("run", BACKENDS.values(), ids=BACKENDS)
     st.sampled_from([ALL, (SAMPLED,), (INDEPENDENT,), (DELTA,), (SAMPLED, DELTA)]),
     st.sampled_from([0.0, 0.5]),
 )
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_acceptance_ratios_and_outcomes_are_those_of_torch(
     run: Run, seed: int, n: int, vocab: int, padding: int, kinds: tuple[int, ...], zeros: float
 ) -> None:

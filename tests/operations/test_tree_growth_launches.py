@@ -35,7 +35,7 @@ from stree.verify import accept
 
 PROMPTS = [[5, 6, 7, 8, 9, 3], [4, 4, 8, 1]]
 NAMES = ("calibrated", "dyspec", "sequoia", "specinfer", "rsds", "opt-tree", "eagle2")  # grown by kernels
-IN_CI = {("calibrated", 0.0), ("dyspec", 0.8), ("rsds", 0.8)}
+IN_CI = {("calibrated", 0.0), ("rsds", 0.8)}
 
 
 def begun(growth: Growth, prompts: list[list[int]]) -> Any:
@@ -114,7 +114,7 @@ def launches_of(growth: Growth, budget: int) -> Counter[str]:
 # rise.  What reads a vocabulary is two launches, so that its blocks are read by programs of their own.
 @pytest.mark.parametrize(
     ("temperature", "most", "most_besides"),
-    slow_unless(lambda *_: False, [(0.0, 6, 8), (0.8, 7, 14)], in_ci=lambda temperature, *_: temperature == 0.8),
+    slow_unless(lambda *_: False, [(0.0, 6, 8), (0.8, 7, 14)], in_ci=lambda *_: False),
 )
 def test_a_layer_takes_few_launches(temperature: float, most: int, most_besides: int) -> None:
     growths = [Calibrated(depth, ranks=4).bind(Sampling(temperature)) for depth in (2, 3)]

@@ -29,6 +29,7 @@ def test_views_and_allocations_launch_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_layer_of_mamba2_launches_six_kernels_or_four() -> None:
     before, after, mixers = (
         {r["params"]["layer"]: r for r in kernel_counts.count("mamba2", 5, provider)}

@@ -55,7 +55,7 @@ def test_the_exact_distribution_is_not_flat_and_the_draft_differs_from_it() -> N
 
 # Both sampled verifiers, with trees that are drawn and trees that are searched; "layers" is sampled below, and match
 # is compared token by token.  STREE_FULL=1 runs all pairs.
-FIXED_PAIRS = [("rsds", "traversal"), ("static", "rejection")]
+FIXED_PAIRS = [("rsds", "traversal"), pytest.param("static", "rejection", marks=pytest.mark.exhaustive)]
 IS_FULL = os.environ.get("STREE_FULL", "0") == "1"
 FEWER = SAMPLES if IS_FULL else 4 * BATCH
 
