@@ -61,14 +61,8 @@ def test_accepted_tokens_behind_the_end_of_a_text_are_not_counted() -> None:
 @pytest.mark.parametrize("cache_bytes", [0, 10**7])
 def test_a_draft_model_has_read_the_prompts_of_all_texts_with_trees(cache_bytes: int) -> None:
     drafter = stree.drafters.ModelDrafter(launched())  # the target itself: everything is accepted
-    way: dict[str, Any] = {
-        "growth": "chain:3",
-        "budget": 4,
-        "max_batch": 3,
-        "max_length": 96,
-        "cache_bytes": cache_bytes,
-    }
-    with stree.Engine(launched(), drafter, **way) as engine:
+    sizes: Any = {"budget": 4, "max_batch": 3, "max_length": 96, "cache_bytes": cache_bytes}
+    with stree.Engine(launched(), drafter, growth="chain:3", **sizes) as engine:
         handles = []
         for place in range(6):
             budget = 1 if place in (0, 3) else None  # others decode beside texts that are drafted, and before them
