@@ -221,7 +221,7 @@ class ModelRun(DraftRun):
         self.state.read_prompts(rows, hidden)
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Begin other texts; the draft model runs their prompts where it has run the others."""
+        """Begin other texts; the draft model runs their prompts before the next tree."""
         self.state.begin(rows, prompts, self.prefixes)
         if self._own is not None:
             self._own.begin(rows, prompts)
