@@ -112,9 +112,14 @@ class PackedWeight:
             if stored is None or stored.weight is not weight or stored.address != weight.data_ptr():
                 self._stored = stored = _Stored(weight, weight.data_ptr(), _array_of(weight.detach()))
             y = _few_rows(x, stored.array)
-            return (y if bias is None else y.add_(bias)).to(x.dtype)
-        if not _packs(weight.dtype):
-            return _in_float32(x, weight, bias)
+        elif _onednn_packs(weight.dtype):
+            return self._packed_product(x, weight, bias)
+        else:
+            y = _in_float32(x, weight)
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def _packed_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute x weight^T + bias with the packed copy, or by MKL where that is the faster."""
         packing = self._packing
         if packing is None or not packing.is_of(weight):
             packing = self._pack(weight)
@@ -142,15 +147,15 @@ _by_number = dict[int, ref[PackedWeight]]()
 def pack_linears(model: nn.Module, least: int = 0) -> None:
     """Make the linear layers of a CPU model run on packed weights, a second copy in memory, where no gradient is kept.
 
-    A weight is packed when its layer first runs.  Layers of subclasses, of dtypes that oneDNN does not pack here,
-    quantised ones, those whose forward another library has set, and inference tensors, which do not count what is
-    written to them, are left as they are.
+    A weight is packed when its layer first runs, if oneDNN packs its dtype on this processor.  Layers of subclasses, of
+    other dtypes than float32 and bfloat16, quantised ones, those whose forward another library has set, and inference
+    tensors, which do not count what is written to them, are left as they are.
 
     Args:
         model: whose layers are patched.
         least: bytes of a weight that oneDNN packs, below which its layer is left as it is.
     """
-    for module in _packable(model, least):
+    for module in _to_patch(model, least):
         forward = module.__dict__.get("forward")
         if not (isinstance(forward, PatchedForward) and forward.func is _forward):  # packed already
             patch_forward(module, _forward, PackedWeight())
@@ -159,30 +164,31 @@ def pack_linears(model: nn.Module, least: int = 0) -> None:
 def pack_large_linears(model: nn.Module) -> None:
     """Pack weights of 3 MiB or more, where the copies take no more than half of the memory that is free.
 
-    Eager steps gain by it.  One thread of an AMD processor, float32, time over that without: Mamba-2 129M 0.93 for a
-    node, 0.58 for 4, 0.66 for 16 and 0.89 for a prompt of 256; a Llama of SmolLM2-135M's sizes 0.90, 0.70, 0.77, 0.92.
+    Layers in bfloat16 that oneDNN does not pack take no copy, and are patched whatever their size.  Eager steps
+    gain by it.  One thread of an AMD processor, float32, time over that without: Mamba-2 129M 0.93 for a node, 0.58 for
+    4, 0.66 for 16 and 0.89 for a prompt of 256; a Llama of SmolLM2-135M's sizes 0.90, 0.70, 0.77, 0.92.
     """
-    weights = [module.weight for module in _packable(model, LARGE)]
-    if sum(weight.nbytes for weight in weights if _packs(weight.dtype)) <= psutil.virtual_memory().available // 2:
+    copied = [layer.weight for layer in _to_patch(model, LARGE) if _onednn_packs(layer.weight.dtype)]
+    if sum(weight.nbytes for weight in copied) <= psutil.virtual_memory().available // 2:
         pack_linears(model, LARGE)
 
 
-def _packable(model: nn.Module, least: int) -> list[nn.Linear]:
-    """List the linear layers whose weights have so many bytes and can be packed."""
+def _to_patch(model: nn.Module, least: int) -> list[nn.Linear]:
+    """List the linear layers to patch: those that oneDNN packs have weights of so many bytes."""
     if not torch.backends.mkldnn.is_available():
         return []
     layers = [module for module in model.modules() if type(module) is nn.Linear and not has_foreign_forward(module)]
-    packable = [layer for layer in layers if _can_pack(layer.weight)]
-    return [layer for layer in packable if layer.weight.nbytes >= least or not _packs(layer.weight.dtype)]
+    supported = [layer for layer in layers if _is_supported(layer.weight)]
+    return [layer for layer in supported if layer.weight.nbytes >= least or not _onednn_packs(layer.weight.dtype)]
 
 
-def _can_pack(weight: Tensor) -> bool:
+def _is_supported(weight: Tensor) -> bool:
     is_plain = type(weight) is nn.Parameter and not weight.is_inference()  # a quantised weight is of another class
     return is_plain and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 @cache
-def _packs(dtype: torch.dtype) -> bool:
+def _onednn_packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs weights of a dtype on this processor; on x86 bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
@@ -197,27 +203,26 @@ def _mkl_rows() -> int:
 def _suits_numba(weight: Tensor) -> bool:
     """Whether numba's code, of one thread, is taken for few rows; in float32 it was not timed on Intel's processors.
 
-    The weight is one that ``_can_pack``.
+    The weight is one that ``_is_supported``.
     """
-    is_faster = not _packs(weight.dtype) or (torch.get_num_threads() == 1 and not _mkl_rows())
+    is_faster = not _onednn_packs(weight.dtype) or (torch.get_num_threads() == 1 and not _mkl_rows())
     return is_faster and weight.is_contiguous()
 
 
 def _few(weight: Tensor) -> int:
     """Return up to how many rows numba's code is the faster for a weight."""
-    if not _packs(weight.dtype):
+    if not _onednn_packs(weight.dtype):
         return FEW
     if weight.dtype == torch.bfloat16:
         return FEW_IN_BFLOAT16
     return FEW_OF_LARGE if weight.nbytes >= LARGE else FEW
 
 
-def _in_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x weight^T + bias by pieces of the weight in float32."""
+def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute x weight^T in float32, by pieces of the weight."""
     wide = x.float()
     pieces = [nn.functional.linear(wide, piece.float()) for piece in weight.split(max(1, PIECE // weight.shape[1]))]
-    y = torch.cat(pieces, -1)
-    return (y if bias is None else y.add_(bias)).to(x.dtype)
+    return torch.cat(pieces, -1)
 
 
 def _array_of(weight: Tensor) -> Any:
@@ -233,13 +238,13 @@ def _few_rows(x: Tensor, weight: Any) -> Tensor:
 
 def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
-    if torch.is_grad_enabled() or x.dtype != weight.dtype or not _can_pack(weight):
+    if torch.is_grad_enabled() or x.dtype != weight.dtype or not _is_supported(weight):
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
     if isinstance(x, FakeTensor):  # the call is being traced
         is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
         is_bfloat16 = weight.dtype == torch.bfloat16  # which both read at the same speed, where oneDNN packs it
         is_fused = is_bfloat16 or weight.nbytes < LARGE or not _suits_numba(weight)
-        if is_one_row and is_fused and _packs(weight.dtype):
+        if is_one_row and is_fused and _onednn_packs(weight.dtype):
             return _one_row(x, weight, bias)
         return torch.ops.stree.packed_linear(x, weight, bias, packed.number)  # type: ignore[no-any-return]
     return packed.linear(x, weight, bias)

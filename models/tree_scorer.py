@@ -119,9 +119,9 @@ class TreeScorer(PatchedModel):
     def compile(self) -> None:
         """Pack the weights of linear layers, and compile scoring and commit with torch.compile's backend, inductor.
 
-        Linear layers in float32 or bfloat16 run on a second copy of their weights in oneDNN's layout wherever no
-        gradient is kept.  It is made again after a weight was replaced or written to; a write in place through its
-        ``data`` is not seen.  Weights that were loaded under ``torch.inference_mode`` are not packed.
+        Linear layers in float32, or in bfloat16 where oneDNN packs it, run on a second copy of their weights in its
+        layout wherever no gradient is kept.  It is made again after a weight was replaced or written to; a write in
+        place through its ``data`` is not seen.  Weights that were loaded under ``torch.inference_mode`` are not packed.
 
         On a CPU a small model's step is mostly calls of operators, of which the compiled functions make few.  They need
         a C++ compiler.  Each kind of call is compiled when it occurs for the first time, in seconds to a minute, and

@@ -118,7 +118,7 @@ class DraftState:
             self._state = self._lm.new_state(len(self.prompts), self.max_length, nodes)
             self._state.fixed_shapes = fixes_shapes(self._state.lengths)
         elif len(self._unread) == len(self.prompts):
-            self._state.reset()  # rows that began one by one leave it with the longest text's bound
+            self._state.reset()  # prefill takes an empty state; rows emptied one by one leave a used one
         unread, self._unread = self._unread, {}
         if len(unread) == len(self.prompts) and not any(unread.values()):
             return self._prefill(self._state)

@@ -198,7 +198,8 @@ class OpenAIAPI:
         choices: list[Choice] = []
         count, queue = len(prompts) * (body.n or 1), self._engine.max_queue
         if queue is not None and count > (most := self._engine.max_batch + queue):
-            raise APIError(400, f"{count} texts of one request, where at most {most} run and wait", param="n")
+            param = "prompt" if body.n in (None, 1) else "n"
+            raise APIError(400, f"{count} texts of one request, where at most {most} run and wait", param=param)
         shown = self._shown(body)
         if shown not in self._bytes_with:
             self._bytes_with[shown] = TokenBytes(self._tokenizer, shown)

@@ -60,7 +60,7 @@ def test_products_of_any_shape(
 @pytest.mark.parametrize("rows", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_in_bfloat16_that_onednn_does_not_pack(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "_packs", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(packed_linear, "_onednn_packs", lambda dtype: dtype == torch.float32)
     monkeypatch.setattr(packed_linear, "PIECE", 480)  # ten of 33 outputs
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
     layer = _packed(bias, torch.bfloat16)
