@@ -102,7 +102,7 @@ def test_a_scan_on_a_cpu_stays_in_its_cache() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64], indirect=True, ids=["float64"])
-@pytest.mark.parametrize("family", matrix(fast=("jamba", "qwen3_next"), in_ci=("gemma3_text", "kimi_linear", "zamba2")))
+@pytest.mark.parametrize("family", matrix(fast=("qwen3_next",), in_ci=("gemma3_text", "kimi_linear", "zamba2")))
 def test_prefill_in_slices_is_the_models_own_forward(
     family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

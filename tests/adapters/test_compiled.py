@@ -115,11 +115,8 @@ def _check_sizes(lm: TreeLM, sizes: Sequence[tuple[int, int, int, int, int]], ca
     assert not [record.message for record in caplog.records if record.name == "stree"]
 
 
-QUICK = {(17, 0, 4, 12, 61)}
-
-
 @pytest.mark.parametrize(
-    "sizes", slow_unless(QUICK.__contains__, [(case,) for case in MEETINGS], in_ci=(13, 3, 7, 12, 61).__eq__), ids=str
+    "sizes", slow_unless(lambda _: False, [(case,) for case in MEETINGS], in_ci=(17, 0, 4, 12, 61).__eq__), ids=str
 )
 def test_no_size_is_taken_for_one_of_the_traced_example(
     sizes: tuple[int, int, int, int, int], traced_only: None, caplog: pytest.LogCaptureFixture

@@ -200,16 +200,16 @@ def test_copies_of_a_state_defer_commits_and_fix_shapes_as_it_does(defers_commit
 
 
 @pytest.mark.slow
-def test_the_state_after_2000_commits_equals_one_computed_from_scratch() -> None:
+def test_the_state_after_500_commits_equals_one_computed_from_scratch() -> None:
     # The second layer sees the errors of the first; chunks of 64 for the long forward.
     model = tiny_model("bamba", num_hidden_layers=2, mamba_chunk_size=64)
     decoding = Decoding(model, [5, 2], max_length=8192, max_nodes=8, defers_commit=True)
     rng = decoding.rng
-    for _ in range(2000):
+    for _ in range(500):
         tree = decoding.tree([rng.randint(1, 5), rng.randint(1, 5)])
         decoding.lm.verify(decoding.state, tree)
         decoding.commit(tree, [random_path(rng, tree, row) if rng.random() < 0.95 else [] for row in range(2)])
-    assert min(map(len, decoding.texts)) > 3000
+    assert min(map(len, decoding.texts)) > 750
     state = decoding.state.clone()
     for row, text in enumerate(decoding.texts):
         cache = DynamicCache(config=model.config)

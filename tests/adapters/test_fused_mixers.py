@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_states import Decoding, verified
-from helpers.fast_cases import slow_unless
 from helpers.tiny_family_models import family_model
 from helpers.tiny_models import TOLERANCE, as_commit, fresh_node_logits, patched, path_to, real_nodes, tree_error
 from transformers import PreTrainedModel
@@ -88,16 +87,16 @@ def test_bfloat16_stays_as_near_to_float64_as_without(calls: Counter[str], monke
     assert calls["squares"] and squares[1] < 1.5 * squares[0], squares
 
 
+@pytest.mark.slow
 def test_trees_of_a_small_mamba2_are_exact(calls: Counter[str]) -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "num_heads": 2, "head_dim": 16, "n_groups": 1}
     assert_exact_between_commits(decoding_of(family_model("mamba2", **sizes), [5]), [4], 3)
     assert calls["mamba2_step"] == calls["squares"] == 7
 
 
-@pytest.mark.parametrize(
-    ("family", "changes"),
-    slow_unless(lambda *_: False, CASES, in_ci=lambda _, changes: changes is SHORT),
-)
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("family", "changes"), CASES)
 def test_trees_between_deferred_commits_are_exact(family: str, changes: dict[str, Any], calls: Counter[str]) -> None:
     model = family_model(family, **changes)
     assert_exact_between_commits(decoding_of(model, [9, 2]), [7, 5], MAX_MIXER_NODES + 1)

@@ -64,6 +64,7 @@ def test_a_head_that_is_trained_later_is_drafted_with_as_it_is_then(has_bias: bo
         torch.testing.assert_close(small[:, KEPT], whole[:, KEPT], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_only_kept_tokens_are_drafted() -> None:
     lm = patched(tiny_model("mamba2"))
     run = ModelDrafter(lm, vocab=KEPT).start(VOCAB, [[1, 2, 3]], _rng())

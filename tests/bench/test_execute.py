@@ -42,6 +42,7 @@ def test_a_run_in_which_something_was_compiled_is_not_the_timed_one() -> None:
     assert run.seconds < pair.target.compile_s
 
 
+@pytest.mark.slow
 def test_the_figures_of_a_run_are_those_of_the_library() -> None:
     (method,) = parse_methods("static:3,2")
     run = execute(tiny_pair(), method, SAMPLED)

@@ -69,6 +69,7 @@ def test_sampled_text_passes_the_test_of_its_distribution(name: str) -> None:
     assert found["lossless"] and found["num_tokens"] == 12 * 11
 
 
+@pytest.mark.slow
 def test_sampled_text_of_another_distribution_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def colder(pair: Pair, one: Method, case: Case) -> Run:
         return execute(pair, one, replace(case, temperature=0.7 * case.temperature))

@@ -43,6 +43,7 @@ def test_files_that_hold_no_text_are_named(tmp_path: Path, name: str, content: b
         list(documents([tmp_path / name]))
 
 
+@pytest.mark.slow
 def test_a_datastore_is_built_and_drafted_from(
     target_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

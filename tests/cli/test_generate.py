@@ -53,6 +53,7 @@ def test_closed_standard_streams_are_empty(target: str, monkeypatch: pytest.Monk
     assert main(["generate", "--target", target]) == 2, "an empty prompt"
 
 
+@pytest.mark.slow
 def test_every_drafter_gives_the_text_of_plain_decoding(
     target: str, drafter: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

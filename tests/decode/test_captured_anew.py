@@ -95,6 +95,7 @@ def test_a_switch_of_the_target(option: str, monkeypatch: pytest.MonkeyPatch) ->
     assert [is_replayed(one) for one in found] == [False, True]
 
 
+@pytest.mark.slow
 def test_adapters_and_hooks_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters are switched by attributes of their layers, as peft's are; a hook that is gone leaves no trace."""
 

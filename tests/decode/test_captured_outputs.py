@@ -62,6 +62,7 @@ def test_a_captured_step_keeps_no_logits_that_are_not_read(
     assert outputs and not any(map(rows_of_the_vocabulary, outputs))
 
 
+@pytest.mark.slow
 def test_log_probabilities_keep_the_rows_of_accepted_paths(outputs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"budget": 8, "growth": "chain:2", "max_new_tokens": 20}
     expected = generate(launched(), near_drafter(), **options)
@@ -74,8 +75,10 @@ def test_log_probabilities_keep_the_rows_of_accepted_paths(outputs: list[Any], m
 
 @pytest.mark.parametrize(
     ("drafter", "options"),
-    [(near_drafter(), {"sampling": Sampling(0.8)}), (SuffixDrafter(), {"budget": 1})],
-    ids=["model", "one node"],
+    [
+        pytest.param(near_drafter(), {"sampling": Sampling(0.8)}, id="model", marks=pytest.mark.slow),
+        pytest.param(SuffixDrafter(), {"budget": 1}, id="one node"),
+    ],
 )
 def test_nan_logits_in_mid_text_end_it_as_on_a_cpu(
     drafter: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch

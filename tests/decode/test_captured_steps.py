@@ -44,7 +44,7 @@ def drafter_named(name: str) -> Drafter:
 
 
 QUICK = ("none", 0.8), ("opt-tree", 0.8)
-IN_CI = {(name, 0.8 * ((place + 1) % 2)) for place, name in enumerate(GROWTHS)}
+IN_CI = {(name, 0.8 * (place // 2 % 2)) for place, name in enumerate(GROWTHS) if place % 2 == 0}
 WAYS = slow_unless(lambda *way: way in QUICK, itertools.product(GROWTHS, (0.0, 0.8)), in_ci=lambda *way: way in IN_CI)
 
 
@@ -66,7 +66,7 @@ def test_every_growth(name: str, temperature: float, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 def test_threads_share_a_target_whose_steps_are_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"budget": 8, "sampling": Sampling(0.8), "max_new_tokens": 20}
+    options: dict[str, Any] = {"budget": 8, "sampling": Sampling(0.8), "max_new_tokens": 12}
     texts = [[text] for text in random_texts(random.Random(1), [6, 9, 5, 7])]
     expected = [generate(launched(), near_drafter(), texts=text, **options).sequences for text in texts]
     lm = captured(monkeypatch)
@@ -134,8 +134,8 @@ def test_sizes_that_change_from_step_to_step(
             """Learn nothing."""
 
     monkeypatch.setattr("stree.decode.tree_sizes.AutoBudget", Turns)
-    options: dict[str, Any] = {"texts": random_texts(random.Random(3), [4, 7, 5, 6, 3]), "max_batch": 2}
-    options |= {"budget": "auto", "growth": Calibrated(3), "sampling": Sampling(temperature), "max_new_tokens": 40}
+    options: dict[str, Any] = {"texts": random_texts(random.Random(3), [4, 7, 5]), "max_batch": 2}
+    options |= {"budget": "auto", "growth": Calibrated(3), "sampling": Sampling(temperature), "max_new_tokens": 32}
     expected = generate(launched(), drafter_named(name), **options)
     lm = captured(monkeypatch)
     for model in (lm, near_drafter().lm):
@@ -187,6 +187,7 @@ def test_a_row_is_taken_while_a_step_of_its_cancelled_text_runs(name: str, monke
             assert len(text) > len(texts[place])
 
 
+@pytest.mark.slow
 def test_shorter_texts_end_where_they_must(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, options = captured(monkeypatch), dict[str, Any](growth=Chain(3), budget=4)
     for new in (20, 7, 13):

@@ -43,7 +43,7 @@ def check(one: Crossing) -> None:
 @given(one=crossings())
 @example(one=COMPILED)
 @settings(
-    max_examples=DRAWS or 24, derandomize=not DRAWS, deadline=None, suppress_health_check=[*HealthCheck],
+    max_examples=DRAWS or 16, derandomize=not DRAWS, deadline=None, suppress_health_check=[*HealthCheck],
     phases=[Phase.explicit, Phase.generate],
 )  # fmt: skip
 def test_features_that_meet_change_no_text(one: Crossing) -> None:

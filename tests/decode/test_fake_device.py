@@ -110,9 +110,10 @@ def is_fast(family: str, drafter: str, growth: str, temperature: float) -> bool:
 
 
 def in_ci(family: str, drafter: str, growth: str, temperature: float) -> bool:
-    """Whether a case is one of every drafter and growth, with one family, or one of every adapter."""
+    """Whether a case is one of every other growth with one family, or one of every adapter."""
     own = [*GROWTHS][1:][FAMILIES.index(family) % (len(GROWTHS) - 1)]
-    return family == "llama" or (family in EVERY_ADAPTER and growth == own)
+    place = [*GROWTHS].index(growth)
+    return (family == "llama" and place % 2 == 0) or (family in EVERY_ADAPTER and growth == own)
 
 
 @pytest.mark.parametrize(("family", "drafter", "growth", "temperature"), slow_unless(is_fast, CASES, in_ci=in_ci))

@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
 from torch import Tensor
@@ -123,7 +124,9 @@ def plain(schema: dict[str, Any]) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize(
+    "name", slow_unless(lambda _: False, SCHEMAS, in_ci=lambda name: [*SCHEMAS].index(name) % 2 == 0)
+)
 def test_every_text_is_a_valid_document(name: str) -> None:
     generated(SCHEMAS[name], Sampling(0.8), seed=3)
     found = generated(SCHEMAS[name], Sampling())

@@ -71,6 +71,7 @@ def test_released_steps_free_their_states_at_once(
     assert not any(reference() is not None for reference in references)
 
 
+@pytest.mark.slow
 def test_auto_learns_from_replays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     timed: list[float | None] = []
     observe = AutoBudget.observe

@@ -169,6 +169,7 @@ def test_a_draft_head_is_processed_as_the_target_is() -> None:
     assert paths and all(len({5, 6, 7, *path}) == 3 + len(path) for path in paths)
 
 
+@pytest.mark.slow
 def test_a_processed_text_is_drawn_the_same_way_whatever_the_tree() -> None:
     lm, drafter = patched(tiny_model("bamba")), ModelDrafter(patched(tiny_model("mamba2")))
     arguments: dict[str, Any] = {"max_new_tokens": 20, "sampling": Sampling(0.8), "logits_processor": add_bias}

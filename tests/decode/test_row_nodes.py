@@ -109,6 +109,7 @@ def test_texts_are_those_of_plain_decoding(
     assert steps.most[:2] == [1, 1] and 1 < steps.most[2] <= 4 < steps.most[3] + (drafter == "suffix")
 
 
+@pytest.mark.slow
 def test_a_budget_of_each_prompt_bounds_its_trees() -> None:
     budgets = [1, 3, 9, 2]
     options: dict[str, Any] = {"sampling": Sampling(0.8), "max_new_tokens": NEW, "ignore_eos": True}

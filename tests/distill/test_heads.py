@@ -43,7 +43,12 @@ TEXTS = [" ".join(f"w{1 + (start + step) % 8}" for step in range(30)) for start 
 FAST = ("mtp-griffin",)
 
 
-@pytest.fixture(scope="module", params=slow_unless(FAST.__contains__, map("-".join, CASES)))
+def in_ci(case: str) -> bool:
+    """Whether a case is one of every kind, or one of every recipe."""
+    return case.endswith("-plain") or case.startswith("mtp-")
+
+
+@pytest.fixture(scope="module", params=slow_unless(FAST.__contains__, map("-".join, CASES), in_ci=in_ci))
 def made(
     target: stree.TreeLM, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> tuple[Path, dict[str, Any]]:

@@ -91,7 +91,8 @@ def test_texts_are_those_of_plain_decoding(size: int, way: str) -> None:
     assert way == "auto" or out.stats["tau"] > 1, "it drafts"
 
 
-@pytest.mark.parametrize("size", slow_unless((80).__eq__, SIZES))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
 def test_every_drafter_around_a_model_takes_one_of_another_size(size: int) -> None:
     target, draft = patched(tiny_model("bamba")), patched(resized(size))
     options: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True}

@@ -109,6 +109,7 @@ def test_captured_steps_give_the_texts_of_launched_ones(
     assert found.stats["graphs"]["replays"] == found.stats["steps"]
 
 
+@pytest.mark.slow
 def test_a_head_that_drafts_like_an_untrained_one_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     lm, head = target_and_head()
     with caplog.at_level("WARNING", "stree"):

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import stree
 from helpers.on_device import NoHostReads, treat_as_on_device
@@ -183,7 +182,10 @@ class TapeRecorder:
 
 def _tensors(value: Any) -> list[Tensor]:
     """List the tensors in memory of torch's: weights in oneDNN's layout, which no device has, are left out."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.is_mkldnn]
+    if isinstance(value, Tensor):
+        return [] if value.is_mkldnn else [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
 
 
 def _place(tensor: Tensor) -> int:

@@ -40,6 +40,7 @@ def test_greedy_text_is_that_of_every_prompt_alone(family: str) -> None:
     assert plain(model, PROMPTS[0]) == expected[0], "the hook changed plain generate"
 
 
+@pytest.mark.slow
 def test_threads_that_generate_with_a_fresh_model_at_once_get_one_patch_and_their_texts() -> None:
     model, draft = family_model("bamba"), draft_model()
     expected = [plain(model, prompt) for prompt in PROMPTS[:3]]

@@ -71,6 +71,7 @@ def test_completions_are_the_texts_of_generate(number: int, served: Served) -> N
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.slow
 def test_a_client_gets_a_document_whole_and_streamed(served: Served) -> None:
     options: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "go"}], "max_tokens": 60}
     chat = served.client.chat.completions

@@ -17,6 +17,7 @@ TOOLS: Any = [{"type": "function", "name": "weather", "parameters": WEATHER, "st
 CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
 
 
+@pytest.mark.slow
 def test_an_answer_is_that_of_the_chat(served: Served) -> None:
     found = served.client.responses.create(**OPTIONS, instructions=SYSTEM, input=QUESTION, metadata={"run": "7"})
     prompt = f"system: {SYSTEM}\nuser: {QUESTION}\nassistant:"
