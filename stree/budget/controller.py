@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-__all__ = ["SIZES", "START", "BudgetController", "StepHistory"]
+__all__ = ["SIZES", "START", "BudgetController", "StepHistory", "TrialTime"]
 
 SIZES = (1, 8, 16, 32, 64)  # nodes a step, root included; 1 is plain decoding
 START = 16  # size of the first steps of a single sequence, while nothing is known
@@ -32,9 +32,23 @@ OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain d
 FIRST_PROBE, PROBE_EVERY = 8, 12  # least steps before the first try of another size, and between two of them
 PROBE_STEPS = 3  # timed steps of a try; after plain decoding a draft model reads the missed text before the first
 MOST_PROBE_STEPS = 12  # steps of a try where some of them are not timed: those before a capture, and the capture
-PROBE_SHARE = 0.015  # of the time that tries of other sizes may lose
+PROBE_SHARE = 0.01  # of the time that tries of other sizes may lose
 LOSS_STEPS = 2000.0  # steps over which that share is kept
 EARLIER_STEPS = 50.0  # steps over which the level that is handed on to later generations is averaged
+
+
+@dataclass(slots=True)
+class TrialTime:
+    """Time of steps, and what of it went into tries of other sizes; shared by kinds of steps that alternate.
+
+    Attributes:
+        total_s: seconds of about the last LOSS_STEPS steps.
+        lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens as are
+            expected of them: also the prompts and tokens that a draft model has to run first after plain decoding.
+    """
+
+    total_s: float = 0.0
+    lost_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -45,16 +59,13 @@ class StepHistory:
         seconds: the last steady step times of each size but the first, which also allocates.
         level: accepted nodes of a step of START nodes, averaged over earlier generations.
         num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; 0 before the first.
-        total_s: seconds of about the last LOSS_STEPS steps.
-        lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens as are
-            expected of them: also the prompts and tokens that a draft model has to run first after plain decoding.
+        spent: of these steps, and of those of other numbers of sequences.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
     level: float = 0.0
     num_steps: float = 0.0
-    total_s: float = 0.0
-    lost_s: float = 0.0
+    spent: TrialTime = field(default_factory=TrialTime)
 
     def time(self, size: int) -> float | None:
         """Return the lower median of the seconds of a step, or None for a size that has not been timed."""
@@ -103,7 +114,7 @@ class BudgetController:
         best = self._best()
         if best != self.current:
             self.current, self._next_probe, self._probe_left = best, self._step + PROBE_EVERY, 0
-        elif self._step >= self._next_probe and self._history.lost_s <= PROBE_SHARE * self._history.total_s:
+        elif self._step >= self._next_probe and self._history.spent.lost_s <= PROBE_SHARE * self._history.spent.total_s:
             self._probed, self._probe_left = self._probe(), PROBE_STEPS
             self._next_probe, self._probe_end = self._step + PROBE_EVERY, self._step + MOST_PROBE_STEPS
         return self._probed if self._probe_left and self._step < self._probe_end else self.current
@@ -168,11 +179,11 @@ class BudgetController:
 
     def _count_loss(self, size: int, seconds: float) -> None:
         """Count the time of a step, and what it lost if it tried another size than the best known."""
-        history, goodput = self._history, self._goodput(self.current)
-        history.total_s += seconds - history.total_s / LOSS_STEPS
-        history.lost_s -= history.lost_s / LOSS_STEPS
+        spent, goodput = self._history.spent, self._goodput(self.current)
+        spent.total_s += seconds - spent.total_s / LOSS_STEPS
+        spent.lost_s -= spent.lost_s / LOSS_STEPS
         if size != self.current and goodput:
-            history.lost_s = max(history.lost_s + seconds - self._tokens(size) / goodput, 0.0)
+            spent.lost_s = max(spent.lost_s + seconds - self._tokens(size) / goodput, 0.0)
 
     def _probe(self) -> int:
         """Return another size to try: a neighbour that has not been timed, else the next best."""

@@ -160,3 +160,14 @@ def test_a_model_can_be_copied_and_pickled_after_a_generation_under_auto() -> No
     expected = stree.generate(lm, PROMPTS[:1], ModelDrafter(useless()), **options).sequences
     for copied in (copy.deepcopy(lm), pickle.loads(pickle.dumps(lm))):
         assert stree.generate(copied, PROMPTS[:1], ModelDrafter(useless()), **options).sequences == expected
+
+
+def test_batches_of_other_sizes_share_the_time_of_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, 1e-4)
+    lm, drafter = clock.slow(patched(tiny_model("bamba")), 1.0), ModelDrafter(clock.slow(useless(), 5.0))
+    calls = []
+    for rows in (2, 3, 4):
+        prompts = random_texts(random.Random(0), [9] * rows)
+        out = stree.generate(lm, prompts, drafter, budget="auto", max_new_tokens=24, ignore_eos=True)
+        calls.append(out.stats["draft_calls"])
+    assert calls[0] > 0 and calls[1:] == [0, 0]

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-from stree.budget.controller import GAIN, SIZES, BudgetController, StepHistory
+from stree.budget.controller import GAIN, SIZES, BudgetController, StepHistory, TrialTime
 
 TIMES = {1: 1.0, 8: 1.6, 16: 2.0, 32: 3.0, 64: 5.0}  # of a CPU, in plain steps
 GPU_TIMES = {1: 1.0, 8: 1.25, 16: 1.3, 32: 1.4, 64: 1.5}
@@ -71,7 +71,7 @@ def test_a_text_that_begins_to_be_accepted_turns_drafting_on_again() -> None:
 
 def test_another_size_is_tried_for_several_steps() -> None:
     world, known = World(TIMES), history(TIMES, 0.1)
-    world.run(BudgetController(SIZES, known), 0.1, 300)
+    world.run(BudgetController(SIZES, known), 0.1, 600)
     tries = [len(list(steps)) for plain, steps in groupby(world.chosen, lambda size: size == 1) if not plain]
     assert tries and set(tries) == {3}
 
@@ -162,3 +162,15 @@ def test_a_batch_begins_with_plain_decoding_and_finds_out_whether_trees_pay(
     world.run(BudgetController(SIZES, StepHistory(), start=1), level, 100)
     assert world.chosen[:7] == [1] * 7
     assert (world.chosen[-40:].count(1) < 5) == pays and (world.chosen.count(1) > 90) != pays
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_kinds_of_steps_that_alternate_share_the_time_of_their_tries(is_shared: bool) -> None:
+    times, spent = {1: 1.0, 8: 4.0, 16: 6.0, 32: 9.0, 64: 15.0}, TrialTime()
+    kinds = [StepHistory(spent=spent) if is_shared else StepHistory() for _ in range(8)]
+    controllers, world = [BudgetController(SIZES, known, 1) for known in kinds], World(times)
+    for _ in range(6):
+        for controller in controllers:
+            world.run(controller, 0.0, 10)
+    tried = sum(size > 1 for size in world.chosen)
+    assert tried == 3 if is_shared else tried >= 3 * len(kinds)
