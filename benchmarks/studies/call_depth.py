@@ -16,7 +16,7 @@ from typing import Any
 import stree
 from benchmarks import ROOT
 
-BARS = {"files": 30, "functions": 160, "frames": 12}
+BARS = {"files": 48, "functions": 250, "frames": 14}
 
 
 @cache
