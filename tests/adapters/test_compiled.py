@@ -251,6 +251,7 @@ def _damage(files: list[Path]) -> None:
         binary.write_bytes(binary.read_bytes()[:-1])
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_traced_says_so_and_runs(caplog: pytest.LogCaptureFixture) -> None:
     lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
     lm.model.get_output_embeddings().register_forward_hook(

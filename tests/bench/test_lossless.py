@@ -39,6 +39,7 @@ class _RootLogits(UnrolledLM):
         return logits[:, :1].expand_as(logits)
 
 
+@pytest.mark.slow
 def test_a_method_that_is_wrong_fails_with_the_logit_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stree.bench.execute.UnrolledLM", _RootLogits)
     for case in (GREEDY, SAMPLED):

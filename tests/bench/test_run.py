@@ -143,6 +143,7 @@ def test_a_second_turn_has_plain_decoding_s_first_answer_in_context(
         assert found["mt_bench", 0, 1, 0.8, "chain:2"] == [wanted]
 
 
+@pytest.mark.slow
 def test_real_batches_keep_every_prompt_and_what_cannot_run_is_reported(tmp_path: Path, suites: list[Suite]) -> None:
     settings = Settings(max_new_tokens=4, temperatures=(0.0,), batch_size=2)
     methods = "plain,transformers,mamba-ssm,chain:2,unrolled:static:2,2"

@@ -64,6 +64,7 @@ def generate(drafter: Drafter | None = None, **options: Any) -> stree.Generation
     return stree.generate(TableLM(TARGET).as_lm(), [[0, 3], [2]], drafter, **options)
 
 
+@pytest.mark.slow
 def test_a_run_knows_the_sampling_of_its_rows_and_statistics_show_no_other() -> None:
     runs: list[Any] = []
 

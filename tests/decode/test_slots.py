@@ -75,6 +75,7 @@ def test_no_text_depends_on_the_number_of_slots(name: str, temperature: float, p
     assert apart.stats["steps"] > together.stats["steps"]
 
 
+@pytest.mark.slow
 def test_a_text_that_ends_with_its_first_token_gives_its_slot_on_at_once() -> None:
     first = generated("none", 0.0, None).sequences[0][len(TEXTS[0])]
     out = generated("model", 0.0, 1, first)

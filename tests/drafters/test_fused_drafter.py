@@ -85,6 +85,7 @@ def test_retrieved_nodes_beyond_the_budget_are_left_out() -> None:
     [(Calibrated(3), 0.0, 6), (Calibrated(3), 0.8, 6), (DySpec(form="heap"), 1.0, 5)],
     ids=["greedy", "sampled", "heap"],
 )
+@pytest.mark.slow
 def test_a_sure_retrieval_takes_the_budget_and_an_unsure_one_next_to_nothing(
     growth: Growth, temperature: float, least: int
 ) -> None:
