@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-__all__ = ["SIZES", "START", "BudgetController", "StepHistory", "TrialTime"]
+__all__ = ["SIZES", "START", "BudgetController", "ProbeTime", "StepHistory"]
 
 SIZES = (1, 8, 16, 32, 64)  # nodes a step, root included; 1 is plain decoding
 START = 16  # size of the first steps of a single sequence, while nothing is known
@@ -38,8 +38,8 @@ EARLIER_STEPS = 50.0  # steps over which the level that is handed on to later ge
 
 
 @dataclass(slots=True)
-class TrialTime:
-    """Time of steps, and what of it went into tries of other sizes; shared by kinds of steps that alternate.
+class ProbeTime:
+    """Seconds of steps, and what of them was lost by trying other sizes; one account for kinds of steps that alternate.
 
     Attributes:
         total_s: seconds of about the last LOSS_STEPS steps.
@@ -59,13 +59,13 @@ class StepHistory:
         seconds: the last steady step times of each size but the first, which also allocates.
         level: accepted nodes of a step of START nodes, averaged over earlier generations.
         num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; 0 before the first.
-        spent: of these steps, and of those of other numbers of sequences.
+        spent: on these steps and on those of the same models with other batch sizes, sampling or growths.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
     level: float = 0.0
     num_steps: float = 0.0
-    spent: TrialTime = field(default_factory=TrialTime)
+    spent: ProbeTime = field(default_factory=ProbeTime)
 
     def time(self, size: int) -> float | None:
         """Return the lower median of the seconds of a step, or None for a size that has not been timed."""

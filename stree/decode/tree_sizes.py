@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable
 
 import torch
 
-from stree.budget.controller import SIZES, START, StepHistory, TrialTime
+from stree.budget.controller import SIZES, START, ProbeTime, StepHistory
 from stree.budget.policy import AutoBudget, BudgetPolicy
 from stree.checks import check_object
 from stree.decode.settings import Settings
@@ -26,8 +26,9 @@ MAX_FIXED = 1 << 20  # nodes of a fixed shape that is laid out; what kernels tak
 
 logger = logging.getLogger("stree")
 
-_Known = tuple[TrialTime, dict[Hashable, StepHistory]]  # shared time of tries, and histories by kind of steps
-_known: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, _Known]] = weakref.WeakKeyDictionary()
+# By target and drafter: the time that all share, and histories by kind of steps.
+_Histories = tuple[ProbeTime, dict[Hashable, StepHistory]]
+_histories: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, _Histories]] = weakref.WeakKeyDictionary()
 
 
 def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) -> tuple[int | str, BudgetPolicy]:
@@ -64,10 +65,10 @@ def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) ->
     if len(sizes) == 1:
         return budget, BudgetPolicy(growth, sizes[0])
     # What earlier generations of the same kind of steps have shown.
-    drafts = type(drafter), tuple(map(weakref.ref, drafter.models)), torch.get_num_threads()
-    spent, histories = _known.setdefault(lm, {}).setdefault(drafts, (TrialTime(), {}))
-    key = repr(growth), frozenset(kinds), rows, name_of(settings.verifier)
-    history = histories.setdefault(key, StepHistory(spent=spent))
+    drafter_key = type(drafter), tuple(map(weakref.ref, drafter.models)), torch.get_num_threads()
+    spent, histories = _histories.setdefault(lm, {}).setdefault(drafter_key, (ProbeTime(), {}))
+    steps_key = repr(growth), frozenset(kinds), rows, name_of(settings.verifier)
+    history = histories.setdefault(steps_key, StepHistory(spent=spent))
     # The rows of a batch share a step's cost less than its nodes do: draft calls must first show that they pay.
     start = START if rows == 1 else 1 if drafter.models else START // 2
     return budget, AutoBudget(growth, sizes, history, start)

@@ -75,9 +75,8 @@ class OpenAIAPI:
         self._encoder = PromptEncoder(tokenizer, model, engine.max_length - 1)
         self.token_bytes, self.metrics = TokenBytes(tokenizer), Metrics(engine, model, replica)
         self._tool_format = tool_format(tokenizer.chat_template)
-        self._bytes_with: dict[tuple[str, ...], TokenBytes] = {
-            (): self.token_bytes
-        }  # with special tokens that a text shows
+        # By the special tokens that a text shows.
+        self._bytes_with: dict[tuple[str, ...], TokenBytes] = {(): self.token_bytes}
         self._special_tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self.card = {
             "id": model, "object": "model", "created": int(time.time()), "owned_by": "stree",

@@ -110,7 +110,7 @@ def is_fast(family: str, drafter: str, growth: str, temperature: float) -> bool:
 
 
 def in_ci(family: str, drafter: str, growth: str, temperature: float) -> bool:
-    """Whether a case is one of every other growth with one family, or one of every adapter."""
+    """Whether a case is of one family and every second growth, or the one of an adapter's family."""
     own = [*GROWTHS][1:][FAMILIES.index(family) % (len(GROWTHS) - 1)]
     place = [*GROWTHS].index(growth)
     return (family == "llama" and place % 2 == 0) or (family in EVERY_ADAPTER and growth == own)

@@ -76,7 +76,7 @@ def is_fast(name: str, growth: str, sampling: str) -> bool:
 
 
 def in_ci(name: str, growth: str, sampling: str) -> bool:
-    """Whether a case is one of a cover of drafters and growths, of a head's the default growth."""
+    """Whether a case is one of a cover of drafters and growths; of a head, with the default growth."""
     if name == "mtp" and growth != "calibrated":
         return False
     place = [*BUDGETS, ""].index(growth) + ("model", "mtp", "suffix", "fused").index(name)
