@@ -70,9 +70,13 @@ def _export(arguments: argparse.Namespace) -> int:
     prepare(arguments)
     folder = _folder(name)
     is_own = out.exists() and out.resolve() == folder
-    if not (is_own or is_ours) and out.exists() and any(out.iterdir()):
+    held = [path for path in out.rglob("*") if "custom_generate" not in path.relative_to(out).parts]
+    links = [path for path in held if path.is_symlink()]  # of an earlier export
+    if not is_own and held and not (is_ours and all(path in links or path.is_dir() for path in held)):
         raise ValueError(f"{out} is not empty; choose a new folder for --out, or the model's own")
     with failures_named(out):
+        for link in [] if is_own else links:
+            link.unlink()
         file.parent.mkdir(parents=True, exist_ok=True)
         if not is_own:
             _put(folder, out, is_copied=arguments.copy)
@@ -100,7 +104,6 @@ def _put(folder: Path, out: Path, *, is_copied: bool) -> None:
         if source.is_dir() or "custom_generate" in place.relative_to(out).parts:
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
-        place.unlink(missing_ok=True)
         if is_copied:
             shutil.copy(source, place)
         else:

@@ -99,6 +99,23 @@ def test_a_model_s_own_folder_gets_one_file_and_a_copy_has_no_links(target_folde
     assert not any(path.is_symlink() for path in copied.iterdir())
 
 
+def test_an_export_over_another_one_replaces_links_and_no_model(
+    target_folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, other, linked = tmp_path / "own", tmp_path / "other", tmp_path / "linked"
+    for folder in (own, other):
+        shutil.copytree(target_folder, folder)
+    (other / "model.safetensors").rename(other / "other.safetensors")
+    export = ["export-generate", "--drafter", "suffix", "--out"]
+    for out in (own, linked):
+        assert main([*export, str(out), str(own)]) == 0
+    assert "own is not empty" in error_of(capsys, *export, str(own), str(other))
+    assert not any(path.is_symlink() for path in own.iterdir()), "the model is as it was"
+    assert main([*export, str(linked), str(other)]) == 0
+    names = {path.name for path in other.iterdir()}
+    assert {path.name for path in linked.iterdir()} == names | {"custom_generate"}, "no weights of the first model"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     {
