@@ -170,13 +170,14 @@ def _modules(
         if draft_vocab is not None:
             model.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
         projection = EagleProjection(count, config.hidden_size, config, options, norm)
+    model.requires_grad_(False)  # before it shares modules with the target
     if "embed_tokens.weight" not in tensors:
         model.set_input_embeddings(target.model.get_input_embeddings())
     if draft_vocab is None:
         model.lm_head = target.model.get_output_embeddings()
     base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
     model.generation_config = target.model.generation_config
-    return model.eval().requires_grad_(False), projection
+    return model.eval(), projection
 
 
 def _placed(name: str) -> str:

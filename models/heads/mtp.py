@@ -216,11 +216,11 @@ def _renamed(name: str, layout: Layout) -> str:
 def _model_of(target: TreeLM, kind: Any, config: Any) -> Any:
     """Make a causal language model without weights but for the target's embedding and output head."""
     with torch.device("meta"):
-        model = kind(config)
+        model = kind(config).requires_grad_(False)
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.set_output_embeddings(target.model.get_output_embeddings())
     base = model.base_model
     if hasattr(base, "rotary_emb"):  # its buffers are not in the checkpoint
         base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
     model.generation_config = target.model.generation_config
-    return model.eval().requires_grad_(False)
+    return model.eval()

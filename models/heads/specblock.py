@@ -222,6 +222,7 @@ def load_specblock(target: TreeLM, source: str | Path, published: Mapping[str, A
             model.model.layers[index] = shifted_layer(model.model.layers[index], model.config, index, num_slots)
         projection = nn.ModuleDict({"fc": nn.Linear(len(layers) * width, config.hidden_size, bias=False)})
         fusion, rank_head = SlotFusion(config, num_slots), RankHead(config.hidden_size, num_classes)
+    model.requires_grad_(False)
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(target.device)
     model.generation_config = target.model.generation_config
@@ -231,7 +232,7 @@ def load_specblock(target: TreeLM, source: str | Path, published: Mapping[str, A
     named = {placed(name): value.to(target.dtype) for name, value in tensors.items()}
     assign(parts, named, f"draft head {str(source)!r}")
     return SpecBlockHead(
-        model.eval().requires_grad_(False), fusion, layers, config.num_hidden_layers, projection["fc"], draft_ids,
+        model.eval(), fusion, layers, config.num_hidden_layers, projection["fc"], draft_ids,
         target.vocab_size, rank_head=rank_head, num_slots=num_slots,
     )  # fmt: skip
 

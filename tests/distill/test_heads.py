@@ -160,6 +160,7 @@ def test_training_lowers_the_loss_and_leaves_a_head_with_a_card(
 def test_the_head_drafts_losslessly(made: tuple[Path, dict[str, Any]], target: stree.TreeLM) -> None:
     drafter = stree.drafters.load(made[0], target)
     assert isinstance(drafter, HeadDrafter)
+    assert all(parameter.requires_grad for parameter in target.model.parameters()), "the target can be trained"
     for temperature in (0.0, 0.9):
         options: dict[str, Any] = {"max_new_tokens": 12, "seed": 2, "sampling": stree.Sampling(temperature)}
         plain = stree.generate(target, [[1, 2, 3]], NoDrafter(), **options)
