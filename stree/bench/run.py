@@ -103,7 +103,10 @@ def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], sett
         "dtype": pair.dtype,
         **({"compiled": True} if pair.target.is_compiled else {}),
         "threads": env["threads"],
-        "suites": {s.name: {"prompts": len(s.prompts), "file": s.digest} for s in suites},
+        "suites": {
+            s.name: {"prompts": len(s.prompts), "turns": sum(len(p.turns) for p in s.prompts), "file": s.digest}
+            for s in suites
+        },
         "methods": [f"{method.name} ({method.verifier})" for method in methods],
         "seed": settings.seeds[0] if len(settings.seeds) == 1 else settings.seeds,
         **{name: getattr(settings, name) for name in settings.__slots__ if name != "seeds"},

@@ -25,12 +25,13 @@ def with_unfinished(rows: Sequence[Record], records: Sequence[Record], config: M
         rows; where texts are missing with ``unfinished``, which says how many there are.
     """
     suites, temperatures = config.get("suites", {}), config.get("temperatures", ())
-    texts: dict[tuple[str, float, str], set[tuple[int, int]]] = defaultdict(set)  # prompt and seed
+    texts: dict[tuple[str, float, str], set[tuple[int, int, int]]] = defaultdict(set)  # prompt, turn and seed
     for record in records:
         if record["metric"] in ("tokens_per_s", "skipped"):
             params = record["params"]
             name = "" if record["metric"] == "skipped" else record["provider"]
-            found = {(index, params.get("seed", 0)) for index in params["prompts"]}
+            turn = params["turn"] if "turns" in suites.get(params["suite"], ()) else 0  # else of an older version
+            found = {(index, turn, params.get("seed", 0)) for index in params["prompts"]}
             texts[params["suite"], params["temperature"], name] |= found
     seeds = config.get("seed", 0)
     num_seeds = len(seeds) if isinstance(seeds, list) else 1
@@ -42,11 +43,12 @@ def with_unfinished(rows: Sequence[Record], records: Sequence[Record], config: M
     for (suite, temperature), there in known.items():
         for row in there:
             done = texts[suite, temperature, row["method"]]
-            total = suites.get(suite, {"prompts": 0})["prompts"] * (num_seeds if temperature else 1)
+            own = suites.get(suite, {"prompts": 0})
+            total = own.get("turns", own["prompts"]) * (num_seeds if temperature else 1)
             total -= len(texts[suite, temperature, ""] - done)
             is_short = row["status"] == "ok" and len(done) < total
             marked.append({**row, "unfinished": f"{len(done)} of {total} texts"} if is_short else row)
         names = {row["method"] for row in there}
-        own = {"suite": suite, "temperature": temperature, "status": "unfinished", "lossless": None}
-        marked += [{**own, "method": name} for name in methods if name not in names]
+        place = {"suite": suite, "temperature": temperature, "status": "unfinished", "lossless": None}
+        marked += [{**place, "method": name} for name in methods if name not in names]
     return marked

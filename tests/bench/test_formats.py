@@ -109,22 +109,24 @@ def test_a_perfect_step_is_as_deep_as_its_draft_calls_or_its_nodes(own: dict[str
 
 def test_what_has_not_run_yet_is_marked(records: list[dict[str, Any]], tmp_path: Path) -> None:
     config = {
-        "suites": {"code": {"prompts": 3, "file": ""}, "mt_bench": {"prompts": 1, "file": ""}},
+        "suites": {"code": {"prompts": 3, "file": ""}, "mt_bench": {"prompts": 1, "turns": 2, "file": ""}},
         "temperatures": [0.0, 0.8], "methods": ["plain (auto)", "suffix (auto)", "late (auto)"], "seed": [0, 1],
     }  # fmt: skip
     session = {"command": "stree bench run"}
     (tmp_path / "run.json").write_text(json.dumps({"config": config, "sessions": [session]}))
     params = {"suite": "code", "batch": 2, "turn": 0, "temperature": 0.0, "prompts": [2]}
     skipped = {"metric": "skipped", "provider": "plain", "params": params, "reason": "too long"}
-    kept = [record for record in records if record["params"].get("suite") == "code"]
+    first = {"suite": "mt_bench", "temperature": 0.0, "turn": 0}
+    kept = [r for r in records if r["params"].get("suite") == "code" or first.items() <= r["params"].items()]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(record) + "\n" for record in [*kept, skipped]))
     (run,) = load_runs([tmp_path])
     outputs = {(row["suite"], row["temperature"], row["method"]): cells(row)["output"] for row in run.rows}
     assert outputs["code", 0.0, "plain"] == "identical (greedy)", "the third prompt is too long"
     assert outputs["code", 0.8, "plain"].startswith("UNFINISHED, 2 of 6 texts; ")
+    assert outputs["mt_bench", 0.0, "plain"].startswith("UNFINISHED, 1 of 2 texts; "), "without the second turn"
     assert outputs["mt_bench", 0.8, "suffix"] == outputs["code", 0.0, "late"] == "UNFINISHED: not run yet"
     write_page([run], tmp_path / "report.html")
-    assert (tmp_path / "report.html").read_text().count("not run yet") == 2 * 3 + 2
+    assert (tmp_path / "report.html").read_text().count("not run yet") == 2 * 3
 
 
 def test_the_formats_are_options_of_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
