@@ -41,17 +41,18 @@ class Rates:
     source: str
 
     @classmethod
-    def load(cls, path: Path, names: tuple[str, str | None], temperatures: Sequence[float]) -> Rates:
+    def load(cls, path: Path, pair: Pair, temperatures: Sequence[float]) -> Rates:
         """Read what ``stree bench fit-rates`` wrote.
 
         Args:
             path: the file.
-            names: of target and drafter, as ``Pair.names``.
+            pair: that they must be of.
             temperatures: that are needed.
 
         Raises:
             ValueError: no such file, or one of another pair or of other temperatures.
         """
+        names = pair.names
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
             rates = {float(temperature): tuple(found) for temperature, found in record["rates"].items()}
@@ -61,6 +62,8 @@ class Rates:
             raise ValueError(f"{path} holds no rates of 'stree bench fit-rates': {error}") from error
         if fitted != names:
             raise ValueError(f"the rates in {path} are of target and drafter {fitted}, not {names}")
+        if record.get("weights", pair.weights) != pair.weights:
+            raise ValueError(f"the rates in {path} are of other weights of {names}; fit them again")
         if missing := {*temperatures} - rates.keys():
             raise ValueError(f"{path} has rates of the temperatures {[*rates]}, not of {[*missing]}")
         return cls(rates, f"fitted to {names[1]} for {names[0]} on {source}")

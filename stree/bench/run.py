@@ -98,6 +98,7 @@ def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], sett
     return {
         "target": target,
         "drafter": drafter,
+        "weights": pair.weights,
         **({} if pair.vocab is None else {"drafter_vocab": _vocab_config(pair.vocab)}),
         "device": env["device"],
         "dtype": pair.dtype,

@@ -163,7 +163,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.rates is not None:
         from stree.bench.rates import Rates
 
-        rates = Rates.load(arguments.rates, pair.names, settings.temperatures)
+        rates = Rates.load(arguments.rates, pair, settings.temperatures)
     run_bench(pair, methods, suites, settings, arguments.out, force=arguments.force, rates=rates)
     runs = load_runs([arguments.out])
     write_page(runs, arguments.out / "report.html")

@@ -55,7 +55,7 @@ def _fit_rates(arguments: argparse.Namespace) -> int:
         pair, [pair.encode(turns, chat=arguments.chat) for turns in prompts], kinds, ranks=arguments.ranks,
         new_tokens=arguments.max_new_tokens, seed=arguments.seed,
     )  # fmt: skip
-    names = dict(zip(("target", "drafter"), pair.names, strict=True))
+    names = dict(zip(("target", "drafter", "weights"), (*pair.names, pair.weights), strict=True))
     given = {name: getattr(arguments, name) for name in ("skip", "limit", "max_new_tokens", "seed", "chat")}
     suites_of = {suite.name: suite.digest for suite in suites}
     record = {"bench": "fit-rates", **names, "dtype": pair.dtype, "suites": suites_of, **given, **found}

@@ -94,3 +94,8 @@ def test_a_run_with_fitted_rates_records_them_and_refuses_those_of_others(
         assert message in capsys.readouterr().err
     assert main([*fit, "--skip", "9", "--out", "x.json"]) == 2
     assert "no suite has prompts behind the first 9" in capsys.readouterr().err
+    save_tiny(Path("drafter"), seed=2)  # trained anew
+    for out, message in (("default", "holds a run with weights"), ("other", "are of other weights of")):
+        rates = ["--rates", "rates.json"] if out == "other" else []
+        assert main([*run[:-1], *rates, "--methods", "sequoia:8", "--out", out]) == 2
+        assert message in capsys.readouterr().err
