@@ -147,6 +147,7 @@ def test_training_lowers_the_loss_and_leaves_a_head_with_a_card(
     )
     assert {path.name for path in out.iterdir()} == files
     assert metrics["stages"]["distill"]["loss"] < 0.99 * untrained  # in a few steps
+    assert all(parameter.grad is None for parameter in target.model.parameters())
     card = (out / "README.md").read_text()
     layouts = {"specblock": "layout of SpecBlock's own code", "diffusion": "a masked-diffusion model"}
     assert layouts.get(kind, "layout of the package speculators") in card

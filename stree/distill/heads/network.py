@@ -6,6 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,12 +64,13 @@ class HeadNetwork(nn.Module, ABC):
         return int(methods[0]["speculative_tokens"])
 
     def get_output_embeddings(self) -> Any:
-        """The target's output head."""
-        return self._shared[1]
+        """The weight of the target's output head, which gets no gradient."""
+        return SimpleNamespace(weight=self._shared[1].weight.detach())
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embed tokens as the target does, in float32 as all of a head in training."""
-        embedded: Tensor = self._shared[0](token_ids)
+        with torch.no_grad():
+            embedded: Tensor = self._shared[0](token_ids)
         return embedded.float()
 
     def divergence(self, hidden: Tensor, logits: Tensor) -> Tensor:
