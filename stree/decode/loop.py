@@ -134,6 +134,7 @@ class DecodeLoop:
         began = clock()
         self._begin([sequence], [row], self._step.admit(row, sequence.request, prefilled))
         self.stats.prefill_s += clock() - began
+        self._count_time()
 
     def select(self, rows: list[int], newcomer: Request | None = None) -> None:
         """Drop all rows but these; with a newcomer append a free row for it, which ``admit`` fills.

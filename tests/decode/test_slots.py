@@ -84,6 +84,8 @@ def test_a_text_that_ends_with_its_first_token_gives_its_slot_on_at_once() -> No
     arguments = {"max_new_tokens": NEW, "stop_token_ids": [first], "max_batch": 1}
     again = stree.generate(lm(), [*TEXTS[:1] * 3, TEXTS[1]], NoDrafter(), **arguments)  # type: ignore[arg-type]
     assert again.sequences == [*out.sequences[:1] * 3, out.sequences[1]]
+    firsts = stree.generate(lm(), TEXTS, NoDrafter(), max_new_tokens=1, max_batch=1).stats
+    assert firsts["steps"] == 0 and firsts["prefill_s"] <= firsts["total_s"], "the time counts every prompt"
 
 
 def test_an_iterator_is_read_as_slots_become_free() -> None:
