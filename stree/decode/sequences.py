@@ -104,16 +104,17 @@ class Sequences:
 
     Args:
         cancelled: asked whether the sequence of a request shall end, or None.
+        counts_nodes: whether the nodes of each sequence's trees are read.
 
     Attributes:
         all: the sequences, refused ones included.
         rows: the sequence that each row of the batch holds; one that has ended where the row is free.
     """
 
-    def __init__(self, cancelled: Callable[[Request], bool] | None = None) -> None:
+    def __init__(self, cancelled: Callable[[Request], bool] | None = None, *, counts_nodes: bool = False) -> None:
         self.all: list[Text] = []
         self.rows: list[Text] = []
-        self._cancelled = cancelled
+        self._cancelled, self._counts_nodes = cancelled, counts_nodes
 
     @property
     def num_new_tokens(self) -> int:
@@ -139,6 +140,7 @@ class Sequences:
             logits=any(observer.needs_logits for sequence in running for observer in sequence.observers),
             top_logprobs=max((count for count in counts if count is not None), default=None),
             trees=any(sequence.request.return_steps for sequence in running),
+            row_nodes=self._counts_nodes,
         )
 
     def add(self, request: Request) -> Text:

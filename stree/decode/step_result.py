@@ -71,11 +71,13 @@ class Wanted:
         logits: whether the logits of the accepted paths.
         top_logprobs: log probabilities of the tokens and of so many alternatives, or None for none.
         trees: whether the trees.
+        row_nodes: whether the number of nodes of each tree.
     """
 
     logits: bool = False
     top_logprobs: int | None = None
     trees: bool = False
+    row_nodes: bool = False
 
     @property
     def needs_logits(self) -> bool:
@@ -121,6 +123,7 @@ class StepResult:
         is_steady: whether its time is that of later steps of its kind: nothing was captured, or run to be captured.
         arrival: event after which the copies may be read, or None where they may be at once.
         has_ratios: whether drawn nodes were tested, by traversal or rejection, in place of MATCH or the argmax.
+        row_nodes: int32[batch], nodes of each tree without padding, or None.
     """
 
     report: Tensor
@@ -134,6 +137,7 @@ class StepResult:
     trees: StepTrees | None
     arrival: Any
     has_ratios: bool = False
+    row_nodes: Any = None
 
     def emitted(self) -> tuple[list[list[int]], list[int]]:
         """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed.
@@ -196,11 +200,12 @@ class LaunchedStep:
             estimates = (None if part is None else to_host(part) for part in parts)
             path = to_host(self.acceptance.path)
             trees = StepTrees(to_host(tree.tokens), to_host(tree.parents), path, *estimates)
+        row_nodes = to_host(tree.num_nodes) if wanted.row_nodes else None
         report, logits = to_host(self.report), self.path_logits if wanted.logits else None
         return StepResult(
             report, self.timer, tree.tokens.shape[1], self.num_calls + self.draft.num_calls, self.draft.is_reused,
             self.is_steady, None if logits is None else logits.clone(), logprobs, trees, arrival(self.report.device),
-            has_ratios=self.acceptance.ratios is not None,
+            has_ratios=self.acceptance.ratios is not None, row_nodes=row_nodes,
         )  # fmt: skip
 
 

@@ -295,6 +295,6 @@ class Engine:
 
     def _record(self, result: StepResult, texts: list[Text], committed: list[int]) -> None:
         """Note a step that was read in the handles of its rows."""
-        for text, count in zip(texts, committed, strict=True):
+        for text, count, num_nodes in zip(texts, committed, result.row_nodes.tolist(), strict=True):
             if count and (handle := self._handles.get(text.request)) is not None:
-                handle.record(result.num_nodes, count - 1)
+                handle.record(num_nodes, count - 1)

@@ -189,9 +189,8 @@ class RequestHandle:
         self._times.setdefault(event, time.perf_counter())
 
     def record(self, num_nodes: int, num_accepted: int) -> None:
-        """Note a step whose tokens come next, of trees of so many nodes unless the request has a smaller budget."""
-        budget = None if self._request is None else self._request.budget
-        self._step = (num_nodes if budget is None else min(num_nodes, budget)) - 1, num_accepted
+        """Note a step whose tokens come next, of a tree of so many nodes."""
+        self._step = num_nodes - 1, num_accepted
 
     def put(self, value: Tensor) -> None:
         """Take the prompt first, which is known, and then the tokens of every step."""

@@ -163,7 +163,8 @@ class RunningBatch:
             iter(()), MIXED, MOST_STOPS, max_batch=rows, max_length=self._max_length, prompt_length=self._max_length,
             refills=True, min_nodes=PREFILL_NODES, limits_nodes=True, rules=ANY_RULES, keeps_logprobs=True,
         )  # fmt: skip
-        return DecodeLoop(self._settings, batch, Sequences(self._is_cancelled), self._step_cache)
+        sequences = Sequences(self._is_cancelled, counts_nodes=True)
+        return DecodeLoop(self._settings, batch, sequences, self._step_cache)
 
     def _policy(self, rows: int, *, is_greedy: bool) -> BudgetPolicy:
         """Return what chooses the sizes of steps with so many rows; it learns from all of them."""

@@ -59,6 +59,16 @@ def test_accepted_tokens_behind_the_end_of_a_text_are_not_counted() -> None:
         assert stats["accepted"] == engine.stats["accepted"] == 4 + 2, "8 tokens: 1, 5, and 2 of 5"
 
 
+def test_drafted_nodes_are_those_of_a_text_s_own_trees() -> None:
+    lm, own, drafter = launched(), [], stree.drafters.SuffixDrafter()  # whose trees differ in size from row to row
+    for prompt in PROMPTS[:4]:
+        out = stree.generate(lm, [prompt], drafter, budget=6, max_new_tokens=20, ignore_eos=True, return_steps=True)
+        own.append(sum(len(step.tokens) - 1 for step in (out.steps or [[]])[0]))
+    with stree.Engine(lm, drafter, budget=6, max_batch=4, max_length=96) as engine:
+        handles = [engine.submit(prompt, max_new_tokens=20, ignore_eos=True) for prompt in PROMPTS[:4]]
+        assert [handle.result(60).stats["drafted"] for handle in handles] == own and len({*own}) > 1
+
+
 @pytest.mark.parametrize("cache_bytes", [0, 10**7])
 def test_a_draft_model_has_read_the_prompts_of_all_texts_with_trees(cache_bytes: int) -> None:
     drafter = stree.drafters.ModelDrafter(launched())  # the target itself: everything is accepted
