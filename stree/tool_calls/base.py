@@ -60,11 +60,12 @@ def call_of(name: Any, arguments: Any, schemas: Schemas) -> ToolCall:
     """Return a call.
 
     Raises:
-        ValueError: no tool has the name, or the arguments are no object.
+        ValueError: no tool has the name, or the arguments are no object that JSON can write.
     """
     if name not in schemas or not isinstance(arguments, Mapping):
         raise ValueError(f"no call of a known tool: {name!r:.80}")
-    return ToolCall(str(name), json.dumps(arguments, ensure_ascii=False))
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ToolCall(str(name), text.encode(errors="backslashreplace").decode())  # halves of pairs of surrogates
 
 
 def calls_of_json(text: str, schemas: Schemas) -> list[ToolCall]:

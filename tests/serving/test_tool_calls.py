@@ -25,6 +25,14 @@ ANSWERS: list[tuple[str, str, str, list[Any]]] = [
         '<tool_call>{"name": "clock", "arguments": {}}</tool_call>',
         "I look.", [OSLO, CLOCK],
     ),
+    (
+        "hermes", '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', [],
+    ),
+    (
+        "hermes", '<tool_call>{"name": "weather", "arguments": {"city": "\\ud800"}}</tool_call>', "",
+        [("weather", {"city": "\ud800"})],
+    ),
     ("hermes", "a <tool_ b", "a <tool_ b", []), ("hermes", "a \n\nb", "a \n\nb", []),
     ("hermes", '<tool_call>{"name": "rain"}</tool_call> no', '<tool_call>{"name": "rain"}</tool_call> no', []),
     ("hermes", '<tool_call>{"name": "clock"', '<tool_call>{"name": "clock"', []),
@@ -64,6 +72,7 @@ def test_an_answer_is_split_into_content_and_calls(form: str, answer: str, conte
         pieces = [reader.push(answer[place : place + length]) for place in range(0, len(answer), length)]
         pieces.append(reader.push("", is_last=True))
         assert "".join(text for text, _ in pieces) == content
+        "".join(call.arguments for _, found in pieces for call in found).encode()
         assert [(call.name, json.loads(call.arguments)) for _, found in pieces for call in found] == calls
 
 
