@@ -9,6 +9,7 @@ from typing import Any
 
 __all__ = ["ToolCall", "ToolCallReader", "ToolFormat", "call_of", "calls_of", "calls_of_json"]
 
+UNTERMINATED = "nterminated string"  # in the messages of Python's own readers of JSON and of Python
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters, by the names of the tools
 
 
@@ -33,7 +34,8 @@ class ToolFormat:
         hints: parts of chat templates that ask for this format.
         begin: text in front of calls.
         end: text behind them; None where they reach to the end of the answer.
-        read: returns the calls in a text from ``begin`` to ``end``, both included; ValueError where it has none.
+        read: returns the calls in a text from ``begin`` to ``end``, both included; ValueError where it has none, with
+            ``UNTERMINATED`` in its message where ``end`` is part of a string.
         call: returns a call as an expression of Lark, from the name of a tool and the schema of its parameters;
             ValueError where the format cannot write it.
         opening, closing: text between ``begin`` and a call, and between a call and ``end``.
@@ -96,25 +98,40 @@ class ToolCallReader:
     """
 
     def __init__(self, form: ToolFormat, schemas: Schemas) -> None:
-        self._form, self._schemas, self._held, self._has_content = form, schemas, "", False
+        self._form, self._schemas, self._held = form, schemas, ""
+        self._has_content = self._is_behind_call = False
 
     def push(self, piece: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
         """Append text; return the content and the calls that are certain now, spaces around calls left out."""
         self._held += piece
         content, calls = "", list[ToolCall]()
+        if self._is_behind_call:
+            self._held = self._held.lstrip()
         while (begin := self._begin()) >= 0:
-            end = self._end(begin, is_last)
+            end, new = self._read(begin, is_last)
             if end is None:
                 break
-            try:
-                new = self._form.read(self._held[begin:end], self._schemas)
-                content, calls = content + self._take(begin).rstrip(), calls + new
-                self._held = self._held[end - begin :].lstrip()
-            except (ValueError, RecursionError):
+            if new is None:
                 content += self._take(end)
+            else:
+                content, calls = content + self._take(begin).rstrip(), calls + new
+                self._held, self._is_behind_call = self._held[end - begin :].lstrip(), True
         place = len(self._held) if is_last else self._certain()
         content += self._take(place)
         return content, calls
+
+    def _read(self, begin: int, is_last: bool) -> tuple[int | None, list[ToolCall] | None]:
+        """Return where calls end, None where that is not known yet, and the calls, None where there are none."""
+        first, end = None, self._end(begin, is_last)
+        while end is not None:
+            first = first or end
+            try:
+                return end, self._form.read(self._held[begin:end], self._schemas)
+            except (ValueError, RecursionError) as error:
+                if UNTERMINATED not in str(error) or (is_last and end == len(self._held)):
+                    return first, None
+            end = self._end(end, is_last)
+        return None, None
 
     def _begin(self) -> int:
         """Return where a call may begin, or -1."""
@@ -144,4 +161,5 @@ class ToolCallReader:
         """Take the first characters out of what is held back."""
         taken, self._held = self._held[:end], self._held[end:]
         self._has_content |= bool(taken.strip())
+        self._is_behind_call &= not taken
         return taken

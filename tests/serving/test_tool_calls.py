@@ -25,6 +25,15 @@ ANSWERS: list[tuple[str, str, str, list[Any]]] = [
         '<tool_call>{"name": "clock", "arguments": {}}</tool_call>',
         "I look.", [OSLO, CLOCK],
     ),
+    ("hermes", '<tool_call>{"name": "clock"}</tool_call>\n \nSo.\n', "So.\n", [CLOCK]),
+    (
+        "hermes", '<tool_call>{"name": "weather", "arguments": {"city": "</tool_call>"}}</tool_call> \nSo',
+        "So", [("weather", {"city": "</tool_call>"})],
+    ),
+    (
+        "hermes", '<tool_call>{"name": "a</tool_call> b <tool_call>{"name": "clock"}</tool_call>',
+        '<tool_call>{"name": "a</tool_call> b', [CLOCK],
+    ),
     (
         "hermes", '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>',
         '<tool_call>{"name": "weather", "arguments": {"days": NaN}}</tool_call>', [],
@@ -52,6 +61,10 @@ ANSWERS: list[tuple[str, str, str, list[Any]]] = [
         "I asked.", [TWO, CLOCK],
     ),
     (
+        "lfm2", '<|tool_call_start|>[weather(city="<|tool_call_end|>")]<|tool_call_end|>', "",
+        [("weather", {"city": "<|tool_call_end|>"})],
+    ),
+    (
         "lfm2", "<|tool_call_start|>[weather('Oslo')]<|tool_call_end|>",
         "<|tool_call_start|>[weather('Oslo')]<|tool_call_end|>", [],
     ),
@@ -74,6 +87,7 @@ def test_an_answer_is_split_into_content_and_calls(form: str, answer: str, conte
         assert "".join(text for text, _ in pieces) == content
         "".join(call.arguments for _, found in pieces for call in found).encode()
         assert [(call.name, json.loads(call.arguments)) for _, found in pieces for call in found] == calls
+    assert ToolCallReader(TOOL_FORMATS[form], SCHEMAS).push(answer, is_last=True)[0] == content
 
 
 @pytest.mark.parametrize(
