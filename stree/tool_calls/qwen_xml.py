@@ -7,14 +7,25 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, call_of
+from stree.tool_calls.base import UNTERMINATED, Schemas, ToolCall, ToolFormat, call_of
 from stree.tool_calls.lark import json_value, properties_of, quoted
 
 __all__ = ["QWEN_XML"]
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-FUNCTION = re.compile(r"<function=([^>]+)>(.*?)</function>", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+# Ends that nothing follows which may are parts of strings.
+FUNCTION = re.compile(r"<function=([^>]+)>(.*?)</function>\s*(?=<function=|</tool_call>|\Z)", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
+PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates write earlier calls so
+TYPES = {
+    str: "string",
+    bool: "boolean",
+    type(None): "null",
+    int: "integer",
+    float: "number",
+    list: "array",
+    dict: "object",
+}
 
 LINE = "\n"
 PARAMETER_END = "\n</parameter>\n"
@@ -22,12 +33,11 @@ TEXT = r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"  # with the end, which it must 
 
 
 def _read(text: str, schemas: Schemas) -> list[ToolCall]:
-    found = FUNCTION.findall(text)
-    if not found:
-        raise ValueError("no function")
+    if not text.removesuffix(END).rstrip().endswith("</function>"):
+        raise ValueError(f"u{UNTERMINATED}, or no function")
     calls = []
-    for name, body in found:
-        properties = schemas.get(name.strip(), {}).get("properties", {})
+    for name, body in FUNCTION.findall(text):
+        properties = {key: own for key, own, _ in properties_of(schemas.get(name.strip(), {}))}
         arguments = {
             key.strip(): _value(text, properties.get(key.strip(), {})) for key, text in PARAMETER.findall(body)
         }
@@ -35,14 +45,29 @@ def _read(text: str, schemas: Schemas) -> list[ToolCall]:
     return calls
 
 
-def _value(text: str, schema: Any) -> Any:
-    """Return a parameter as its schema says: strings are written as they are, all else as JSON."""
-    if isinstance(schema, dict) and schema.get("type") == "string":
+def _value(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return a parameter as its schema says: strings are written as they are, all else as JSON or in Python's words."""
+    if schema.get("type") == "string":
         return text
+    types, word = _types(schema), PYTHON.get(text.strip(), text)
     try:
-        return json.loads(text)
+        value = json.loads(word, parse_constant=int)  # which refuses NaN and infinity
     except ValueError:
         return text
+    own = {TYPES[type(value)], "number" if type(value) is int else ""} - {""}
+    return text if ("string" in types or word is not text) and not types & own else value
+
+
+def _types(schema: Any) -> set[str]:
+    """Return the types that a schema names, and an empty name where it names none."""
+    schema = schema if isinstance(schema, Mapping) else {}
+    several = schema.get("anyOf", schema.get("oneOf"))
+    if isinstance(several, list):
+        return {name for one in several for name in _types(one)}
+    if "type" not in schema and isinstance(schema.get("enum"), list):
+        return {TYPES[type(value)] for value in schema["enum"]}
+    found = schema.get("type", "")
+    return {*map(str, found)} if isinstance(found, list) else {str(found)}
 
 
 def _call(name: str, schema: Mapping[str, Any]) -> str:

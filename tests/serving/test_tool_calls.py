@@ -91,6 +91,29 @@ def test_an_answer_is_split_into_content_and_calls(form: str, answer: str, conte
 
 
 @pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "string"}, "null", "null"), ({"type": ["string", "null"]}, "123", "123"),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "true", "true"),
+        ({"type": ["string", "null"]}, "None", None),
+        ({"enum": ["1", "2"]}, "1", "1"), ({"type": "boolean"}, "True", True), ({"type": "integer"}, "NaN", "NaN"),
+        ({"oneOf": [{"type": "integer"}, {"type": "null"}]}, "None", None), ({}, "True", "True"), ({}, "[1]", [1]),
+        ({"type": ["string", "number"]}, "12", 12), ({"$ref": "#/$defs/a"}, "red", "red"),
+        *(({"type": "string"}, f"a</{end}>b", f"a</{end}>b") for end in ("parameter", "function", "tool_call")),
+    ],
+)  # fmt: skip
+def test_a_parameter_of_xml_has_a_type_of_its_schema(schema: Any, text: str, value: Any) -> None:
+    answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    for end in range(len(answer)):
+        reader = ToolCallReader(TOOL_FORMATS["qwen-xml"], {"f": {"properties": {"a": schema}}})
+        assert reader.push(answer[:end]) == ("", [])
+        content, (call,) = reader.push(answer[end:], is_last=True)
+        assert (content, json.loads(call.arguments)) == ("", {"a": value})
+    content, (call,) = ToolCallReader(TOOL_FORMATS["qwen-xml"], {"f": {"properties": None}}).push(answer, is_last=True)
+    assert content == "" and "a" in json.loads(call.arguments)
+
+
+@pytest.mark.parametrize(
     ("template", "form"),
     [
         ("... <tool_call>\\n<function=example> ...", "qwen-xml"), ("within <tool_call></tool_call> tags", "hermes"),
