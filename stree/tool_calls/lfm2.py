@@ -62,4 +62,4 @@ def _list(required: list[str], others: list[str]) -> str:
     return f"({' | '.join(first)})?" if first else ""
 
 
-LFM2 = ToolFormat(("<|tool_list_start|>", BEGIN), BEGIN, END, _read, _call, "[", "]", ", ", is_list=True)
+LFM2 = ToolFormat(("List of tools: ", BEGIN), BEGIN, END, _read, _call, "[", "]", ", ", is_list=True)

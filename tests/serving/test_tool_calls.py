@@ -118,6 +118,7 @@ def test_a_parameter_of_xml_has_a_type_of_its_schema(schema: Any, text: str, val
     [
         ("... <tool_call>\\n<function=example> ...", "qwen-xml"), ("within <tool_call></tool_call> tags", "hermes"),
         ("<AVAILABLE_TOOLS> <TOOLCALL>", "nemotron"), ("List of tools: <|tool_list_start|>[", "lfm2"),
+        ('"List of tools: [" -%}{%- for tool in tools', "lfm2"),
         ("answer with <|tool_call|> and a list", "granite"),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama-json"),
         ("{{ message.content }}", None), (None, None),
