@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Mapping
 from keyword import iskeyword
 from typing import Any
 
-from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, call_of
+from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, call_of, calls_of_json
 from stree.tool_calls.lark import json_value, properties_of, quoted
 
 __all__ = ["LFM2"]
 
 BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
 COMMA = quoted(", ")
+STRING = re.compile(r"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*\"""", re.DOTALL)
 
 
 def _read(text: str, schemas: Schemas) -> list[ToolCall]:
     text = text.removeprefix(BEGIN).removesuffix(END).strip()
+    if text.startswith("[{"):  # as it is asked to in some prompts
+        return calls_of_json(text, schemas)
+    text = STRING.sub(lambda found: found[0].replace("\n", r"\n"), text)  # templates write lines as they are
     try:
         listed = ast.parse(text, mode="eval").body
-        return [_read_call(text, one, schemas) for one in (listed.elts if isinstance(listed, ast.List) else [listed])]
+        calls = listed.elts if isinstance(listed, ast.List) and listed.elts else [listed]
+        return [_read_call(text, one, schemas) for one in calls]
     except (SyntaxError, MemoryError, TypeError) as error:
         raise ValueError(f"no list of calls: {error}") from error
 
 
 def _read_call(text: str, call: ast.expr, schemas: Schemas) -> ToolCall:
-    if not isinstance(call, ast.Call) or call.args:
+    if not isinstance(call, ast.Call) or call.args or any(one.arg is None for one in call.keywords):
         raise ValueError("no call by names of arguments")
     arguments = {str(one.arg): _value(text, one.value) for one in call.keywords}
     return call_of(ast.unparse(call.func), arguments, schemas)

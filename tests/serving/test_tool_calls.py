@@ -64,6 +64,11 @@ ANSWERS: list[tuple[str, str, str, list[Any]]] = [
         "lfm2", '<|tool_call_start|>[weather(city="<|tool_call_end|>")]<|tool_call_end|>', "",
         [("weather", {"city": "<|tool_call_end|>"})],
     ),
+    ("lfm2", "<|tool_call_start|>[weather(city='a\nb')]<|tool_call_end|>", "", [("weather", {"city": "a\nb"})]),
+    ("lfm2", '<|tool_call_start|>[{"name": "clock", "arguments": {}}]<|tool_call_end|>', "", [CLOCK]),
+    *(("lfm2", text, text, []) for text in (
+        "<|tool_call_start|>[]<|tool_call_end|>", "<|tool_call_start|>[clock(**{})]<|tool_call_end|>",
+    )),
     (
         "lfm2", "<|tool_call_start|>[weather('Oslo')]<|tool_call_end|>",
         "<|tool_call_start|>[weather('Oslo')]<|tool_call_end|>", [],
