@@ -20,6 +20,7 @@ from stree.request_fields import (
 from stree.rule_fields import rules_of
 from stree.sampling import Sampling
 from stree.serving.errors import APIError
+from stree.serving.tools import NamedTool, Tool
 
 __all__ = [
     "ChatRequest", "CompletionRequest", "DemoRequest", "DetokenizeRequest", "GenerationRequest", "TokenizeRequest",
@@ -120,37 +121,6 @@ class GenerationRequest(BaseModel):
             raise APIError(400, "stream_options needs stream", param="stream_options")
 
 
-class Function(BaseModel):
-    """A function that the model may call; ``parameters`` is a JSON schema."""
-
-    model_config = ConfigDict(extra="allow")
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
-    parameters: dict[str, Any] | None = None
-
-
-class Tool(BaseModel):
-    """A tool of a chat."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"]
-    function: Function
-
-
-class FunctionName(BaseModel):
-    """Which function."""
-
-    name: str
-
-
-class NamedTool(BaseModel):
-    """The tool that must be called."""
-
-    type: Literal["function"]
-    function: FunctionName
-
-
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
@@ -220,7 +190,7 @@ class ChatRequest(GenerationRequest):
     @property
     def template_options(self) -> dict[str, Any]:
         """What the chat template reads beside the messages."""
-        tools = {"tools": [tool.model_dump() for tool in self.tools or []]} if self.tool_schemas else {}
+        tools = {"tools": [tool.given for tool in self.tools or []]} if self.tool_schemas else {}
         return {**template_options(dict(self)), **tools}
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from helpers.http_served import Served
+from helpers.http_served import Served, listening
 
 from stree.drafters import SuffixDrafter
 from stree.inputs import ASSETS, load_tokenizer
@@ -45,6 +45,19 @@ def test_a_template_reads_the_options_of_the_request(served: Served, monkeypatch
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "enable_thinking"
     refused = served.post("/v1/chat/completions", body | {"chat_template_kwargs": {"enable_thinking": "\ud800"}})
     assert refused.status_code == 400 and "messages: no text that UTF-8 can write" in refused.text
+
+
+def test_tools_reach_the_template_as_they_are(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{# <tool_call> #}{{ tools | tojson }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    function = {"strict": True, "description": "time", "parameters": {"type": "object"}, "name": "clock"}
+    tools = [{"function": function, "type": "function"}, {"type": "function", "function": {"name": "rain"}}]
+    prompt = served.tokenizer.apply_chat_template(TURNS[1:], tools=tools, tokenize=False)
+    with listening(served.engine, served.tokenizer) as server:
+        body = {"model": "tiny", "messages": TURNS[1:], "tools": tools, "max_tokens": 8, "temperature": 0}
+        answer = server.post("/v1/chat/completions", body).json()
+    assert answer["usage"]["prompt_tokens"] == len(served.tokenizer(prompt)["input_ids"])
+    assert answer["choices"][0]["message"]["content"] == served.alone(prompt, max_new_tokens=8)
 
 
 KNOWN = (
