@@ -136,8 +136,9 @@ def sampling_of(fields: Mapping[str, Any], default: Sampling) -> Sampling:
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of a chat as templates of transformers take them, with all their fields.
 
-    Content is a text, null, or text parts, which are joined.  The arguments of tool calls, which OpenAI's clients write
-    as JSON, are parsed.  Other fields that are null are left out: clients and tables have them where a field is absent.
+    Content is a text, null, which becomes an empty text, or text parts, which are joined.  The arguments of tool calls,
+    which OpenAI's clients write as JSON, are parsed.  Other fields that are null are left out: clients and tables have
+    them where a field is absent.
 
     Raises:
         ValueError: something else; the message says what.
@@ -199,11 +200,10 @@ def _message(message: Any) -> dict[str, Any]:
     """Return one message; see ``chat_messages``."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a turn of messages must be an object with a role and a content, got {shortened(message)}")
-    kept = {name: value for name, value in message.items() if value is not None or name == "content"}
+    kept = {name: value for name, value in message.items() if value is not None}
     if kept.get("content") is None and not any(kept.get(name) for name in INSTEAD_OF_CONTENT):
         raise ValueError(f"a message must have a content or tool_calls, got {shortened(message)}")
-    if kept.get("content") is not None:
-        kept["content"] = utf8("messages", _text(kept["content"]))
+    kept["content"] = "" if kept.get("content") is None else utf8("messages", _text(kept["content"]))
     if isinstance(kept.get("tool_calls"), list):
         kept["tool_calls"] = [_tool_call(call) for call in kept["tool_calls"]]
     return kept
@@ -222,12 +222,13 @@ def _text(content: Any) -> str:
 
 
 def _tool_call(call: Any) -> Any:
-    """Return a tool call with its arguments as an object, where they are the JSON of one."""
+    """Return a tool call with its arguments as an object, where they are the JSON of one, empty or absent."""
     function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+    text = (function.get("arguments") or "{}") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(text, str):
         return call
     try:
-        arguments = json.loads(function["arguments"])
+        arguments = json.loads(text)
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

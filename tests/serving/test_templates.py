@@ -64,6 +64,11 @@ KNOWN = (
     "{% for m in messages %}{% if m.role == 'control' %}!{% elif m.role == 'user' %}{{ m.content }}"
     "{% endif %}{% endfor %}"
 )
+# As those of Granite and LFM2.5 read content and arguments.
+CALLS = (
+    "{% for m in messages %}{% for part in m.content %}{{ part }}{% endfor %}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.arguments.items() | list }}{% endfor %}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +82,11 @@ KNOWN = (
         (KNOWN, {"role": "user"}, "a message must have a content or tool_calls, got {'role': 'user'}"),
         (KNOWN, {"role": "assistant", "content": None}, "a message must have a content"),
         (KNOWN, {"role": "assistant", "content": None, "tool_calls": [{"id": "c"}]}, None),
+        *(
+            (CALLS, {"role": "assistant", "tool_calls": [{"function": {"name": "f", **arguments}}], **content}, None)
+            for arguments in ({"arguments": ""}, {"arguments": None}, {}, {"arguments": '{"a": 1}'})
+            for content in ({"content": None}, {})
+        ),
         (KNOWN, {"content": "a"}, "a turn of messages must be an object with a role"),
     ],
 )  # fmt: skip
