@@ -83,7 +83,7 @@ class ResponsesRequest(BaseModel):
         extra = {name: value for name, value in extra.items() if name not in (*UNSUPPORTED, *ANY_VALUE)}
         text, reasoning = dict(self.text or {}), dict(self.reasoning or {})
         fields = {
-            "model": self.model, "messages": [*self._messages()], "max_tokens": self.max_output_tokens,
+            "model": self.model, "messages": self._messages(), "max_tokens": self.max_output_tokens,
             "temperature": self.temperature, "top_p": self.top_p, "stream": self.stream,
             "tools": None if self.tools is None else [_tool(tool) for tool in self.tools],
             "tool_choice": _tool_choice(self.tool_choice), "parallel_tool_calls": self.parallel_tool_calls,
@@ -102,32 +102,31 @@ class ResponsesRequest(BaseModel):
                 for one in error.errors()
             ]) from error  # fmt: skip
 
-    def _messages(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages of the chat; calls of tools that follow each other are one message."""
+    def _messages(self) -> list[dict[str, Any]]:
+        """Return the messages of the chat; what the assistant writes and the calls behind it are one message."""
+        found = list[dict[str, Any]]()
         if self.instructions:
-            yield {"role": "system", "content": self.instructions}
+            found.append({"role": "system", "content": self.instructions})
         items: list[dict[str, Any]] = self.input if isinstance(self.input, list) else [
             {"role": "user", "content": self.input}
         ]  # fmt: skip
-        calls = list[dict[str, Any]]()
         for item in items:
             kind = item.get("type", "message")
             if kind == "function_call":
+                if not found or found[-1]["role"] != "assistant":
+                    found.append({"role": "assistant", "content": None})
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
-                calls.append({"id": item.get("call_id"), "type": "function", "function": function})
-                continue
-            if calls:
-                yield {"role": "assistant", "content": None, "tool_calls": calls}
-                calls = []
-            if kind == "function_call_output":
-                yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                found[-1].setdefault("tool_calls", []).append(call)
+            elif kind == "function_call_output":
+                content = _content(item.get("output"))
+                found.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             elif kind == "message":
                 role = "system" if item.get("role") == "developer" else item.get("role")
-                yield {"role": role, "content": _content(item.get("content"))}
+                found.append({"role": role, "content": _content(item.get("content"))})
             elif kind != "reasoning":  # templates leave the reasoning of earlier turns out
                 raise APIError(400, f"input: an item of type {shortened(kind)} is not supported", param="input")
-        if calls:
-            yield {"role": "assistant", "content": None, "tool_calls": calls}
+        return found
 
 
 def _unsupported(name: str, value: Any) -> APIError:

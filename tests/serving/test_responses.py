@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from helpers.http_served import Served, listening
+from helpers.http_served import TOOL_TEMPLATE, Served, listening
 
 OPTIONS: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 16}
 SYSTEM, QUESTION = "Be short.", "What is 2 + 3?"
@@ -55,6 +55,17 @@ def test_a_stream_has_the_events_of_the_whole_answer(served: Served) -> None:
         last: Any = [*stream][-1]
     assert last.type == "response.incomplete" and last.response.output_text == whole.output_text
     assert whole.usage is not None and last.response.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_a_turn_with_a_text_and_calls_is_one_message(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.tokenizer, "chat_template", TOOL_TEMPLATE)
+    calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"]
+    turns: Any = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "I look."}, *calls]
+    turns += [{"type": "function_call_output", "call_id": "a", "output": "sun"}, calls[0]]
+    prompt = "user: Go\nassistant: I look. a f {} b f {}\ntool tool_call_id a: sun\nassistant: null a f {}\nassistant:"
+    found = served.client.responses.create(**OPTIONS, input=turns)
+    assert found.usage is not None and found.usage.input_tokens == len(served.tokenizer(prompt)["input_ids"])
+    assert found.output_text == served.alone(prompt, max_new_tokens=16)
 
 
 def test_calls_of_tools_are_items(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
