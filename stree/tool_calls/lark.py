@@ -35,9 +35,19 @@ def properties_of(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, An
     Raises:
         ValueError: ``properties`` that are no object, or ``required`` that is no list.
     """
+    schema = _resolved(schema)
     properties, required = schema.get("properties") or {}, schema.get("required") or []
     if not isinstance(properties, Mapping) or not isinstance(required, list):
         raise ValueError("parameters must have an object as properties and a list as required")
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     for key, own in properties.items():
-        yield key, {**shared, **(own if isinstance(own, dict) else {})}, key in required
+        yield key, _resolved({**shared, **(own if isinstance(own, dict) else {})}), key in required
+
+
+def _resolved(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema in which what its ``$ref`` names is in its place, where that is in the schema itself."""
+    found: Any = schema
+    for part in str(schema.get("$ref", "")).split("/")[1:]:
+        found = found.get(part) if isinstance(found, Mapping) else None
+    own = {name: value for name, value in schema.items() if name != "$ref" or not isinstance(found, Mapping)}
+    return {**own, **found} if isinstance(found, Mapping) else own

@@ -119,6 +119,23 @@ def test_parameters_that_are_all_optional_are_divided_by_commas(tokenizer: Any) 
         assert is_text_of(grammar, tokenizer, text) == is_allowed, inner
 
 
+@pytest.mark.parametrize(("form", "answer"), [
+    ("lfm2", "<|tool_call_start|>[f(a=5, b=\"5\")]<|tool_call_end|>"),
+    (
+        "qwen-xml", "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n<parameter=b>\n5\n</parameter>\n"
+        "</function>\n</tool_call>",
+    ),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": 5, "b": "5"}}\n</tool_call>'),
+])  # fmt: skip
+def test_parameters_are_found_behind_references(tokenizer: Any, form: str, answer: str) -> None:
+    own = {"properties": {"a": {"type": "integer"}, "b": {"$ref": "#/definitions/five"}}, "required": ["a", "b"]}
+    definitions = {"own": {"type": "object", **own, "additionalProperties": False}, "five": {"type": "string"}}
+    schemas = {"f": {"$ref": "#/definitions/own", "definitions": definitions}}
+    assert is_text_of(compiled(tokenizer, form, is_one=True, schemas=schemas), tokenizer, answer)
+    (call,) = ToolCallReader(TOOL_FORMATS[form], schemas).push(answer, is_last=True)[1]
+    assert json.loads(call.arguments) == {"a": 5, "b": "5"}
+
+
 @pytest.mark.parametrize("form", TOOL_FORMATS)
 def test_schemas_of_any_text_are_read_or_refused(tokenizer: Any, form: str) -> None:
     odd = {"type": "string", "enum": ["a ::= b", 'x"\\n\n'], "description": "::= ::="}
