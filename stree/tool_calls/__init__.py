@@ -8,6 +8,7 @@ from stree.tool_calls.base import Schemas, ToolCall, ToolCallReader, ToolFormat
 from stree.tool_calls.forced import calls_lark
 from stree.tool_calls.granite import GRANITE
 from stree.tool_calls.hermes import HERMES
+from stree.tool_calls.jamba import JAMBA, MINIMAX
 from stree.tool_calls.lfm2 import LFM2
 from stree.tool_calls.llama_json import LLAMA_JSON
 from stree.tool_calls.nemotron import NEMOTRON
@@ -18,7 +19,7 @@ __all__ = ["TOOL_FORMATS", "Schemas", "ToolCall", "ToolCallReader", "ToolFormat"
 # The first whose hint is in a chat template is its format: Qwen's two begin alike.
 TOOL_FORMATS = {
     "qwen-xml": QWEN_XML, "hermes": HERMES, "nemotron": NEMOTRON, "lfm2": LFM2, "granite": GRANITE,
-    "llama-json": LLAMA_JSON,
+    "minimax": MINIMAX, "jamba": JAMBA, "llama-json": LLAMA_JSON,
 }  # fmt: skip
 
 

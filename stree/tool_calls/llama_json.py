@@ -1,4 +1,4 @@
-"""Llama 3.1 and later: an answer that is ``{"name": ..., "parameters": ...}``, several of them divided by ``;``."""
+"""Llama 3.1 and later: ``{"name": ..., "parameters": ...}`` as an answer; several are divided by ``;`` or lines."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ from typing import Any
 from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, calls_of
 from stree.tool_calls.lark import json_call
 
-__all__ = ["LLAMA_JSON"]
+__all__ = ["LLAMA_JSON", "read_calls"]
 
-BETWEEN = re.compile(r"\s*;\s*|\s*$")
+BETWEEN = re.compile(r"\s*[;\n]\s*|\s*$")
 
 
-def _read(text: str, schemas: Schemas) -> list[ToolCall]:
+def read_calls(text: str, schemas: Schemas) -> list[ToolCall]:
+    """Read JSON objects, or lists of them, that are divided.
+
+    Raises:
+        ValueError: something else.
+    """
     found, place = [], 0
     while place < len(text):
         one, place = json.JSONDecoder().raw_decode(text, place)
-        found.append(one)
+        found += one if isinstance(one, list) else [one]
         if (behind := BETWEEN.match(text, place)) is None:
-            raise ValueError("calls must be divided by semicolons")
+            raise ValueError("calls must be divided by semicolons or lines")
         place = behind.end()
     return calls_of(found, schemas)
 
@@ -31,5 +36,5 @@ def _call(name: str, schema: Mapping[str, Any]) -> str:
 
 
 LLAMA_JSON = ToolFormat(
-    ('"parameters": dictionary of argument name',), "{", None, _read, _call, divider="; ", is_whole=True
+    ('"parameters": dictionary of argument name',), "{", None, read_calls, _call, divider="; ", is_whole=True
 )

@@ -55,6 +55,11 @@ ALLOWED: list[tuple[str, str, list[Any]]] = [
     ("lfm2", '<|tool_call_start|>[weather(city="Oslo", warm=False)]<|tool_call_end|>', [
         ("weather", {"city": "Oslo", "warm": False}),
     ]),
+    ("jamba", '<tool_calls>[{"name": "clock", "arguments": {}}]</tool_calls>', [("clock", {})]),
+    (
+        "minimax", '<tool_calls>\n{"name": "clock", "arguments": {}}\n'
+        '{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_calls>', [("clock", {}), ("weather", OSLO)],
+    ),
     ("granite", '<|tool_call|>[{"name": "clock", "arguments": {}}]', [("clock", {})]),
     (
         "llama-json", '{"name": "weather", "parameters": {"city": "}; {"}}; {"name": "clock", "parameters": {}}',

@@ -78,6 +78,18 @@ ANSWERS: list[tuple[str, str, str, list[Any]]] = [
         "llama-json", '{"name": "weather", "parameters": {"city": "Oslo"}}; {"name": "clock", "parameters": {}}',
         "", [OSLO, CLOCK],
     ),
+    (
+        "llama-json", '{"name": "clock", "parameters": {}}\n{"name": "weather", "parameters": {"city": "Oslo"}}',
+        "", [CLOCK, OSLO],
+    ),
+    (
+        "jamba", 'Yes. <tool_calls>[{"name": "clock", "arguments": {}}, '
+        '{"name": "weather", "arguments": {"city": "Oslo"}}]</tool_calls>', "Yes.", [CLOCK, OSLO],
+    ),
+    (
+        "minimax", '<tool_calls>\n{"name": "clock", "arguments": {}}\n'
+        '{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_calls>', "", [CLOCK, OSLO],
+    ),
     ("llama-json", 'So: {"name": "clock", "parameters": {}}', 'So: {"name": "clock", "parameters": {}}', []),
     ("llama-json", '{"name": 1}', '{"name": 1}', []),
 ]  # fmt: skip
@@ -124,7 +136,8 @@ def test_a_parameter_of_xml_has_a_type_of_its_schema(schema: Any, text: str, val
         ("... <tool_call>\\n<function=example> ...", "qwen-xml"), ("within <tool_call></tool_call> tags", "hermes"),
         ("<AVAILABLE_TOOLS> <TOOLCALL>", "nemotron"), ("List of tools: <|tool_list_start|>[", "lfm2"),
         ('"List of tools: [" -%}{%- for tool in tools', "lfm2"),
-        ("answer with <|tool_call|> and a list", "granite"),
+        ("answer with <|tool_call|> and a list", "granite"), ("'<tool_calls>' ~ calls", "jamba"),
+        (r'format:\n<tool_calls>\n{"name": <tool-name>', "minimax"),
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama-json"),
         ("{{ message.content }}", None), (None, None),
     ],
