@@ -6,15 +6,16 @@ import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from reprlib import Repr
-from typing import Any
+from typing import Any, TypeVar
 
 from stree.sampling import Sampling
 
 __all__ = [
     "MOST_STOP_STRINGS", "SAMPLING", "FieldError", "UnsupportedField", "chat_messages", "check_fields", "check_prompt",
-    "check_roles", "sampling_of", "shortened", "stop_strings", "template_options", "utf8",
+    "check_roles", "rendered", "sampling_of", "shortened", "stop_strings", "template_options", "utf8",
 ]  # fmt: skip
 
+T = TypeVar("T")
 MOST_STOP_STRINGS, MOST_STOP_CHARACTERS = 16, 1024
 MOST_MESSAGES = 10_000
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -136,9 +137,8 @@ def sampling_of(fields: Mapping[str, Any], default: Sampling) -> Sampling:
 def chat_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the messages of a chat as templates of transformers take them, with all their fields.
 
-    Content is a text, null, which becomes an empty text, or text parts, which are joined.  The arguments of tool calls,
-    which OpenAI's clients write as JSON, are parsed.  Other fields that are null are left out: clients and tables have
-    them where a field is absent.
+    Content is a text, null, or text parts, which are joined.  The arguments of tool calls, which OpenAI's clients write
+    as JSON, are parsed.  Other fields that are null are left out: clients and tables have them where a field is absent.
 
     Raises:
         ValueError: something else; the message says what.
@@ -154,6 +154,22 @@ def chat_messages(messages: Any) -> list[dict[str, Any]]:
     except (TypeError, RecursionError) as error:
         raise ValueError(f"messages must be made of JSON's types: {error}") from error
     return found
+
+
+def rendered(
+    messages: Sequence[dict[str, Any]], render: Callable[[list[dict[str, Any]]], T]
+) -> tuple[list[dict[str, Any]], T]:
+    """Apply a chat template; return the messages that it has read, and what ``render`` returns for them.
+
+    A template that refuses a content of null beside calls, as Granite's and LFM2.5's, gets an empty text in its place.
+    """
+    try:
+        return [*messages], render([*messages])
+    except Exception:  # of the template
+        texts = [{**message, "content": message.get("content") or ""} for message in messages]
+        if texts == [*messages]:
+            raise
+        return texts, render(texts)
 
 
 def check_roles(messages: Sequence[Mapping[str, Any]], render: Callable[[list[dict[str, Any]]], Any]) -> None:
@@ -200,10 +216,11 @@ def _message(message: Any) -> dict[str, Any]:
     """Return one message; see ``chat_messages``."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError(f"a turn of messages must be an object with a role and a content, got {shortened(message)}")
-    kept = {name: value for name, value in message.items() if value is not None}
+    kept = {name: value for name, value in message.items() if value is not None or name == "content"}
     if kept.get("content") is None and not any(kept.get(name) for name in INSTEAD_OF_CONTENT):
         raise ValueError(f"a message must have a content or tool_calls, got {shortened(message)}")
-    kept["content"] = "" if kept.get("content") is None else utf8("messages", _text(kept["content"]))
+    if kept.get("content") is not None:
+        kept["content"] = utf8("messages", _text(kept["content"]))
     if isinstance(kept.get("tool_calls"), list):
         kept["tool_calls"] = [_tool_call(call) for call in kept["tool_calls"]]
     return kept

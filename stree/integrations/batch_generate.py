@@ -18,7 +18,7 @@ from stree.generation import Generation, generate
 from stree.grammar_fields import grammar_of
 from stree.inputs import stop_tokens
 from stree.models.tree_lm import TreeLM
-from stree.request_fields import check_roles, sampling_of, template_options
+from stree.request_fields import check_roles, rendered, sampling_of, template_options
 from stree.rule_fields import rules_of, tokenized_words
 from stree.sampling import Sampling
 
@@ -104,7 +104,7 @@ class RowGenerator:
             return [*self.tokenizer.apply_chat_template(turns, **options)["input_ids"]]
 
         try:
-            tokens = encoded(messages)
+            messages, tokens = rendered(messages, encoded)
         except Exception as error:  # templates raise their own for roles that they do not know
             raise ValueError(f"the chat template refuses the messages: {str(error).strip()[:200]}") from error
         check_roles(messages, encoded)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import anyio.to_thread
 from anyio import CapacityLimiter
 
-from stree.request_fields import check_roles, template_options
+from stree.request_fields import check_roles, rendered, template_options
 from stree.serving.errors import APIError
 from stree.serving.protocol import TokenizeRequest
 
@@ -127,7 +127,7 @@ class PromptEncoder:
             return str(self._tokenizer.apply_chat_template(turns, **settings))
 
         try:
-            text = written(messages)
+            messages, text = rendered(messages, written)
         except Exception as error:  # templates raise for turns in another order than theirs
             raise APIError(400, f"the chat template refuses the messages: {error}", param="messages") from error
         self._check_length(text, "messages")

@@ -60,6 +60,16 @@ def test_tools_reach_the_template_as_they_are(served: Served, monkeypatch: pytes
     assert answer["choices"][0]["message"]["content"] == served.alone(prompt, max_new_tokens=8)
 
 
+def test_a_content_of_null_reaches_a_template_that_reads_it(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% for m in messages %}{{ 'There is no content.' if m.content is none else m.content }}{% endfor %}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    call = {"type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    messages = [*TURNS[1:], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    answer = served.post("/v1/chat/completions", {"model": "tiny", "messages": messages, "max_tokens": 1}).json()
+    prompt = served.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert answer["usage"]["prompt_tokens"] == len(served.tokenizer(prompt)["input_ids"])
+
+
 KNOWN = (
     "{% for m in messages %}{% if m.role == 'control' %}!{% elif m.role == 'user' %}{{ m.content }}"
     "{% endif %}{% endfor %}"
