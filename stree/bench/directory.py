@@ -131,6 +131,8 @@ def _difference(name: str, held: Any, wanted: Any) -> str:
         return f"{name} {held!r}, not {wanted!r}"
     suite = next(suite for suite in held if held[suite] != wanted[suite])
     before, now = held[suite]["prompts"], wanted[suite]["prompts"]
+    if held[suite].get("file") == wanted[suite]["file"] and before == now:
+        return "settings of an earlier version"
     if before == now:
         return f"another file of the suite {suite}"
     return f"{before} prompts of the suite {suite}, not {now} (--limit)"

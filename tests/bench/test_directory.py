@@ -24,6 +24,8 @@ def test_a_directory_of_another_configuration_is_refused_unless_forced(tmp_path:
     RunDirectory(tmp_path / "other", two, {})
     with pytest.raises(ValueError, match=r"holds a run with 2 prompts of the suite code, not 3 \(--limit\)"):
         RunDirectory(tmp_path / "other", three, {})
+    with pytest.raises(ValueError, match="holds a run with settings of an earlier version; choose another --out"):
+        RunDirectory(tmp_path / "other", {"suites": {"code": {"prompts": 2, "turns": 2, "file": "f"}}}, {})
     before = (tmp_path / "run" / "results.jsonl").read_bytes()
     anew = RunDirectory(tmp_path / "run", {"methods": "chain:2"}, {"device": "new"}, force=True)
     assert anew.records == [] and (tmp_path / "run" / "results.jsonl.old").read_bytes() == before
