@@ -83,9 +83,10 @@ def gated_delta_kernel(
         is_new, is_old = (node >= new_from) & (node < n), node < new_from
         q_ptr += batch * stride_q_b + (node - new_from) * stride_q_n + k_inner
         k_ptr += batch * stride_k_b + (node - new_from) * stride_k_n + k_inner
+        first_g = batch * stride_g_b
         if ALIGNED:  # rows of g of all key channels, whatever their number
-            stride_g_b = tl.multiple_of(stride_g_b, 16)
-        g_ptr += batch * stride_g_b + (node - new_from) * stride_g_n + g_inner
+            first_g = tl.multiple_of(first_g, 16)
+        g_ptr += first_g + (node - new_from) * stride_g_n + g_inner
         stash_k_ptr += batch * stride_stash_k_b + node * stride_stash_k_n + k_inner
         stash_g_ptr += batch * stride_stash_g_b + node * stride_stash_g_n + g_inner
         keeps_g = tl.program_id(0) == 0

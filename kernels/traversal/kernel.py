@@ -21,7 +21,7 @@ from stree.kernels.sampling.kernel import keys_of
 from stree.kernels.sampling.reference import TARGET, UNITS
 from stree.kernels.tiles import MAX_NODES, check_inner, check_limit, padded
 from stree.kernels.traversal import node_tests, plan_and_walk
-from stree.kernels.traversal.operands import DELTA, INDEPENDENT, DraftRows, TraversedPath
+from stree.kernels.traversal.operands import DELTA, INDEPENDENT, DraftProbs, TraversedPath
 
 __all__ = ["ACCEPT", "MAX_WAVES", "constants", "num_waves", "traverse", "warps"]
 
@@ -40,7 +40,7 @@ def num_waves(n: int, max_depth: int, max_children: int | None) -> int:
 def traverse(
     tree: tuple[Tensor, Tensor, Tensor, Tensor],
     dist: Tensor,
-    draft: DraftRows | None,
+    draft: DraftProbs | None,
     numbers: tuple[int | Tensor, Tensor, Tensor],
     *,
     max_depth: int,
@@ -109,7 +109,7 @@ class _Work:
     warps: dict[str, int]
 
     @classmethod
-    def of(cls, dist: Tensor, draft: DraftRows | None) -> _Work:
+    def of(cls, dist: Tensor, draft: DraftProbs | None) -> _Work:
         """Allocate the tables."""
         batch, n, vocab = dist.shape
         probs = None if draft is None else draft.probs
@@ -125,7 +125,7 @@ class _Work:
             warps=warps(nodes),
         )
 
-    def plan_tests(self, tree: tuple[Tensor, ...], draft: DraftRows | None) -> None:
+    def plan_tests(self, tree: tuple[Tensor, ...], draft: DraftProbs | None) -> None:
         """Launch the order of the tests and the numbers that they need."""
         tokens, parents, mask, _ = tree
         batch, n, vocab = self.dist.shape

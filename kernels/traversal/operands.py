@@ -8,8 +8,7 @@ from typing import Final, NamedTuple, Protocol
 from torch import Tensor
 
 __all__ = [
-    "DELTA", "INDEPENDENT", "NOTHING", "SAMPLED", "TINY", "DraftProbs", "DraftRows", "Held", "TraversedPath", "Tree",
-    "Walked",
+    "DELTA", "INDEPENDENT", "NOTHING", "SAMPLED", "TINY", "DraftProbs", "Held", "TraversedPath", "Tree", "Walked",
 ]  # fmt: skip
 
 SAMPLED: Final = 0  # kinds of drafted nodes, see `DraftProbs`
@@ -57,9 +56,6 @@ class DraftProbs:
     row: Tensor
     kind: Tensor
     max_children: int | None = None
-
-
-DraftRows = DraftProbs  # as the kernels call it; they do not read ``max_children``
 
 
 class Held(NamedTuple):
