@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["ToolCall", "ToolCallReader", "ToolFormat", "call_of", "calls_of", "calls_of_json"]
 
-UNTERMINATED = "nterminated string"  # in the messages of Python's own readers of JSON and of Python
+UNTERMINATED = "unterminated string"  # in small letters, in messages of Python's readers of JSON and of Python
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters, by the names of the tools
 
 
@@ -121,14 +121,17 @@ class ToolCallReader:
         return content, calls
 
     def _read(self, begin: int, is_last: bool) -> tuple[int | None, list[ToolCall] | None]:
-        """Return where calls end, None where that is not known yet, and the calls, None where there are none."""
+        """Return where calls end and the calls: both None where the end is not known yet, no calls where they are text.
+
+        An end inside a string is none: the next one is tried.
+        """
         first, end = None, self._end(begin, is_last)
         while end is not None:
             first = first or end
             try:
                 return end, self._form.read(self._held[begin:end], self._schemas)
             except (ValueError, RecursionError) as error:
-                if UNTERMINATED not in str(error) or (is_last and end == len(self._held)):
+                if UNTERMINATED not in str(error).lower() or (is_last and end == len(self._held)):
                     return first, None
             end = self._end(end, is_last)
         return None, None

@@ -13,19 +13,13 @@ from stree.tool_calls.lark import json_value, properties_of, quoted
 __all__ = ["QWEN_XML"]
 
 BEGIN, END = "<tool_call>", "</tool_call>"
-# Ends that nothing follows which may are parts of strings.
+# An end tag counts where another tag or nothing follows it; elsewhere it is part of a string.
 FUNCTION = re.compile(r"<function=([^>]+)>(.*?)</function>\s*(?=<function=|</tool_call>|\Z)", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 PYTHON = {"True": "true", "False": "false", "None": "null"}  # templates write earlier calls so
 TYPES = {
-    str: "string",
-    bool: "boolean",
-    type(None): "null",
-    int: "integer",
-    float: "number",
-    list: "array",
-    dict: "object",
-}
+    str: "string", bool: "boolean", type(None): "null", int: "integer", float: "number", list: "array", dict: "object",
+}  # fmt: skip
 
 LINE = "\n"
 PARAMETER_END = "\n</parameter>\n"
@@ -34,7 +28,7 @@ TEXT = r"text[lazy]: /(?s:.*)\n<\/parameter>\n/"  # with the end, which it must 
 
 def _read(text: str, schemas: Schemas) -> list[ToolCall]:
     if not text.removesuffix(END).rstrip().endswith("</function>"):
-        raise ValueError(f"u{UNTERMINATED}, or no function")
+        raise ValueError(f"{UNTERMINATED}, or no function")
     calls = []
     for name, body in FUNCTION.findall(text):
         properties = {key: own for key, own, _ in properties_of(schemas.get(name.strip(), {}))}
@@ -54,8 +48,9 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         value = json.loads(word, parse_constant=int)  # which refuses NaN and infinity
     except ValueError:
         return text
-    own = {TYPES[type(value)], "number" if type(value) is int else ""} - {""}
-    return text if ("string" in types or word is not text) and not types & own else value
+    fits = TYPES[type(value)] in types or (type(value) is int and "number" in types)
+    may_be_text = "string" in types or word is not text
+    return text if may_be_text and not fits else value
 
 
 def _types(schema: Any) -> set[str]:
