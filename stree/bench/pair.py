@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,13 +18,12 @@ from stree.heads import CausalHead, MaskedDiffusion, OneShotHead, head_layout, l
 from stree.inputs import ASSETS, load_tokenizer, locate
 from stree.models.common_vocabulary import in_vocabulary_of
 from stree.models.loading import load_config, load_model
+from stree.models.state_size import weights_digest
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.vocabulary import load_vocabulary
 
 __all__ = ["Pair"]
-
-VALUES = 64  # of a tensor, by which weights are told apart
 
 
 @dataclass(eq=False)
@@ -152,7 +150,7 @@ class Pair:
     def weights(self) -> list[str]:
         """Name the weights of target and drafter by some values of each tensor: a folder may get others later."""
         draft = self.drafter or self.head
-        return [_digest(lm.model, getattr(lm, "fusion", None)) for lm in (self.target, draft) if lm is not None]
+        return [weights_digest(lm.model, getattr(lm, "fusion", None)) for lm in (self.target, draft) if lm is not None]
 
     @property
     def dtype(self) -> str:
@@ -198,14 +196,3 @@ class Pair:
         stops = self.target.eos_token_ids
         end = next((place for place, token in enumerate(answer) if token in stops), len(answer))
         return list(answer[:end])
-
-
-def _digest(*parts: torch.nn.Module | None) -> str:
-    """Digest evenly spaced values of every parameter."""
-    found = hashlib.sha256()
-    for part in filter(None, parts):
-        for name, weight in part.named_parameters():
-            if type(weight.data) is torch.Tensor:  # quantised ones may be of other classes
-                some = weight.data.flatten()[:: max(1, weight.numel() // VALUES)]
-                found.update(name.encode() + some.double().cpu().numpy().tobytes())
-    return found.hexdigest()[:16]

@@ -148,8 +148,9 @@ def ratio_table(path: Path, pairs: Sequence[str]) -> str:
     for pair in pairs:
         method, _, base = pair.partition("/")
         for row in compare(records, method, base):
-            rows.append([method, base, f"{row['temperature']:g}", ratio_text(row["speed"]), ratio_text(row["tau"])])
-    return table(["method", "over", "T", "speed [95%]", "tau [95%]"], rows)
+            ratios = ratio_text(row["speed"]), ratio_text(row["tau"])
+            rows.append([method, base, f"{row['temperature']:g}", str(row["texts"]), *ratios])
+    return table(["method", "over", "T", "texts", "speed [95%]", "tau [95%]"], rows)
 
 
 def write_page(runs: Sequence[LoadedRun], path: Path) -> None:

@@ -130,8 +130,8 @@ def compare(records: Sequence[Record], method: str, base: str) -> list[Record]:
     """Compare two methods of one run over the prompts of all suites, one row a temperature.
 
     Returns:
-        rows with ``temperature``, and ``speed`` and ``tau`` of ``method`` over those of ``base``; None where a tau is
-        not known.
+        rows with ``temperature``, ``texts``, the number that both have decoded, and ``speed`` and ``tau`` of ``method``
+        over those of ``base`` on them; None where a tau is not known.
 
     Raises:
         ValueError: a method that the run does not have, or of which one output is not the target's.
@@ -154,7 +154,8 @@ def compare(records: Sequence[Record], method: str, base: str) -> list[Record]:
         both = own.keys() & other.keys()
         above, below = _tau_counts(own, both), _tau_counts(other, both)
         tau = None if above is None or below is None else interval(_over_each, *above, *below)
-        rows.append({"temperature": temperature, "speed": _speedup(other, own), "tau": tau})
+        texts = sum(len(own[block]["params"]["prompts"]) for block in both)
+        rows.append({"temperature": temperature, "texts": texts, "speed": _speedup(other, own), "tau": tau})
     return rows
 
 

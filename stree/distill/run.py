@@ -26,6 +26,7 @@ from stree.distill.text import Batches, Corpus, distinct, encode, hold_out
 from stree.distill.training import Budget, Logits, compiler, distill_loss, matmul_dtype, probs_of, text_loss, train
 from stree.drafters import ModelDrafter, load
 from stree.files import alone_in, failures_named
+from stree.models.state_size import weights_digest
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["distill_drafter", "fit", "fit_head", "save_model"]
@@ -55,7 +56,7 @@ def distill_drafter(
         out: a new or empty folder.  What it gets: config, weights, tokenizer, README.md (the card), distill.json.
         settings: sizes, time and recipe.
         name: of the target, for the card.
-        resume: go on with the unfinished run in ``out``; texts and settings must be the same.
+        resume: go on with the unfinished run in ``out``; target, texts and settings must be the same.
         force: begin anew where ``out`` holds another run or drafter.
 
     Returns:
@@ -73,7 +74,8 @@ def distill_drafter(
     stream = encode(distinct(texts), tokenizer, target.vocab_size, separator)
     train_stream, held_out = hold_out(stream, settings.length)
     digest = hashlib.sha256(stream.tobytes()).hexdigest()[:16]
-    identity = {"target": name, "vocab_size": target.vocab_size, "text": digest}
+    weights = weights_digest(target.model)
+    identity = {"target": name, "target_weights": weights, "vocab_size": target.vocab_size, "text": digest}
     recipe = {key: str(value) for key, value in asdict(settings).items()}
     about = {**identity, **{key: value for key, value in recipe.items() if key not in MAY_CHANGE}}
     drafter: Any = (

@@ -171,7 +171,8 @@ def test_ratios_of_two_methods_are_over_the_prompts_of_all_suites(capsys: pytest
     assert [line.split(" | ")[:3] for line in lines[2:]] == [
         ["| suffix", "plain", "0"], ["| suffix", "plain", "0.8"], ["| plain", "plain", "0"], ["| plain", "plain", "0.8"]
     ]  # fmt: skip
-    assert lines[0] == "| method | over | T | speed [95%] | tau [95%] |" and lines[-1].endswith("| 1.00 | 1.00 |")
+    assert lines[0] == "| method | over | T | texts | speed [95%] | tau [95%] |"
+    assert lines[-1].endswith("| 1.00 | 1.00 |")
     capsys.readouterr()
     for name in ("latex", "csv", "acceptance"):
         assert main(["bench", "report", str(RUN), f"--{name}", "--ratios", "suffix/plain"]) == 2

@@ -72,11 +72,19 @@ def test_the_drafter_leaves_greedy_text_as_it_is(made: tuple[Path, dict[str, Any
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [1, 4], ids=["text", "distill"])  # steps of training
 def test_an_interrupted_run_goes_on_to_the_same_weights(
-    after: int, made: tuple[Path, dict[str, Any]], distilled: Callable[..., dict[str, Any]], tmp_path: Path
+    after: int,
+    made: tuple[Path, dict[str, Any]],
+    distilled: Callable[..., dict[str, Any]],
+    texts: list[str],
+    tokenizer: Any,
+    tmp_path: Path,
 ) -> None:
     with interrupted_after(after), pytest.raises(KeyboardInterrupt):
         distilled(tmp_path / "out", name="tiny")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["checkpoints"], "no part of a drafter"
+    other = stree.TreeLM(tiny_model("mamba2", seed=7))
+    with pytest.raises(ValueError, match="holds a run with target_weights"):
+        distill_drafter(other, tokenizer, texts, tmp_path / "out", SETTINGS, name="tiny", resume=True)
     again = distilled(tmp_path / "out", name="tiny", resume=True)
     assert again["stages"]["distill"]["tokens"] == made[1]["stages"]["distill"]["tokens"]
     expected = weights(made[0])
