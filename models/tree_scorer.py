@@ -11,7 +11,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.dispatch import host_bound, host_can_read
 from stree.kernels.topology import Topology, most_nodes
 from stree.models.checks import check_commit, check_first, check_path
 from stree.models.compiled import CompiledSteps
@@ -185,8 +185,7 @@ class TreeScorer(PatchedModel):
         if (state.pending_tree.is_checked and host_can_read(path)) or checks_everywhere():
             check_path(state.pending_tree, path, path_lengths)
         # Lengths on a device are not read: every path there counts as the longest possible one.
-        longest = max(path_lengths.tolist(), default=0) if host_can_read(path_lengths) else path.shape[1]
-        bound = state.length_bound + longest
+        bound = state.length_bound + host_bound(path_lengths, path.shape[1])
         if bound > state.max_length and state.fixed_shapes and not host_can_read(path):
             bound = state.max_length
         elif bound > state.max_length:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.dispatch import host_bound
 from stree.kernels.ops import kv_commit
 from stree.models.heads.dflash_layers import BlockAttention, BlockConfig, BlockLayer, BlockModel, Rotary
 from stree.models.layers.base import state_dtype
@@ -174,9 +174,8 @@ class OneShotHead:
         tokens = anchor[:, None].repeat(1, self.block_size)
         tokens[:, 1:] = config.mask_token_id
         x = F.embedding(tokens, self._embedding.weight) * config.embedding_scale
-        rotary, size = self._rotary(cache, x), cache.keys.shape[3]
-        if host_can_read(anchor):
-            size = int(cache.lengths.max()) + self.block_size
+        rotary = self._rotary(cache, x)
+        size = host_bound(cache.lengths, cache.keys.shape[3] - self.block_size) + self.block_size
         masks = {
             kind: self._is_visible(cache, size, *kind) for kind in zip(config.is_causal, config.windows, strict=True)
         }

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from helpers.fast_cases import slow_unless
 from helpers.tiny_models import patched, random_texts, tiny_model
 from torch import Tensor
 
@@ -98,7 +99,7 @@ DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
 }
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", slow_unless(("default", "model", "user").__contains__, DRAFTERS))
 def test_texts_are_those_of_plain_decoding(name: str, cheap_trees: None) -> None:
     for sampling in (Sampling(), Sampling(0.8)):
         options: dict[str, Any] = {"sampling": sampling, "max_new_tokens": 12}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.fast_cases import slow_unless
 from helpers.plain_heads import plain_block
 from helpers.tiny_heads import (
     DIM,
@@ -202,7 +203,7 @@ def test_an_eagle3_head_reads_the_layers_that_its_config_names(name: str, tmp_pa
     assert list(head.hidden_layers) == (EAGLE3[name][2] or [2, target.num_layers // 2, target.num_layers - 3])
 
 
-@pytest.mark.parametrize("name", [*ONE_SHOT, *EAGLE3])
+@pytest.mark.parametrize("name", slow_unless(("z-lab DFlash", "EAGLE").__contains__, [*ONE_SHOT, *EAGLE3]))
 def test_a_published_head_is_a_drafter_that_changes_no_text(name: str, tmp_path: Path) -> None:
     target = TARGET if name in ONE_SHOT else tiny_target("bamba")
     folder = save_one_shot(tmp_path, name) if name in ONE_SHOT else save_eagle3(tmp_path, name)

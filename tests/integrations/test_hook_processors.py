@@ -51,7 +51,7 @@ def expected(family: str, what: str, place: int) -> list[int]:
 
 def is_fast(what: str, name: str, count: int, budget: Any, family: str) -> bool:
     is_one = family == "llama" and budget == "auto" and count == 3
-    return is_one and (name == "model" or what == "repetition penalty")
+    return is_one and name == ("model" if what.startswith(("own", "allowed", "forced")) else "fused")
 
 
 def in_ci(what: str, name: str, count: int, budget: Any, family: str) -> bool:
