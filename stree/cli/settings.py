@@ -33,7 +33,7 @@ def take_settings(command: argparse.ArgumentParser, arguments: Sequence[str], en
         ValueError: it is no YAML of names and values, names no option, or a value is not one of a switch or choice.
     """
     options = {action.dest: action for action in command._actions if action.dest not in ("help", "config")}
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    first = argparse.ArgumentParser(command.prog, add_help=False)
     add_config(first)
     path = first.parse_known_args(arguments)[0].config or environment.get(f"{PREFIX}CONFIG")
     given = {} if not path else _read(Path(path), options)
@@ -46,7 +46,7 @@ def _read(path: Path, options: Mapping[str, argparse.Action]) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text()) or {}
+        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise OSError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -56,7 +56,7 @@ def _read(path: Path, options: Mapping[str, argparse.Action]) -> dict[str, Any]:
     named = {str(name).replace("-", "_"): value for name, value in found.items()}
     if unknown := sorted(named.keys() - options.keys()):
         raise ValueError(f"--config: {path} names no options of this command: {', '.join(unknown)}")
-    return named
+    return {name: value for name, value in named.items() if value is not None}  # null is the option's own default
 
 
 def _checked(option: argparse.Action, value: Any) -> Any:
@@ -70,4 +70,4 @@ def _checked(option: argparse.Action, value: Any) -> Any:
         raise ValueError(f"{name} must be one value, got {text}")
     if option.choices is not None and text not in option.choices:
         raise ValueError(f"{name} must be one of {', '.join(option.choices)}, got {text!r}")
-    return None if value is None else text
+    return text

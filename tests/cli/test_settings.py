@@ -25,16 +25,20 @@ def parsed(arguments: list[str], environment: dict[str, str]) -> argparse.Namesp
 
 def test_the_command_line_wins_over_the_environment_and_this_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "stree.yaml"
-    file.write_text("target: some/model\nmax-batch: 3\nmax_queue: 7\ngrace: 2.5\neager: true\nlog-format: json\n")
+    file.write_text(
+        "target: some/mödel\nmax-batch: 3\nmax_queue: 7\ngrace: 2.5\neager: true\nlog-format: json\n", "utf-8"
+    )
     found = parsed(
         ["serve", "--config", str(file), "--max-queue", "9"],
         {"STREE_MAX_BATCH": "5", "STREE_MAX_QUEUE": "8", "STREE_COMPILE": "1", "STREE_DEBUG": "1", "HOME": "/"},
     )
-    assert (found.target, found.max_batch, found.max_queue, found.grace) == ("some/model", 5, 9, 2.5)
+    assert (found.target, found.max_batch, found.max_queue, found.grace) == ("some/mödel", 5, 9, 2.5)
     assert (found.eager, found.compile, found.log_format) == (True, True, "json")
     assert parsed(["serve", "another"], {"STREE_CONFIG": str(file)}).target == "another"
-    untouched = parsed(["serve"], {})
-    assert (untouched.target, untouched.max_batch, untouched.eager) == ("bundled", 8, False)
+    assert parsed(["serve", "--conf", str(file)], {}).max_batch == 3, "argparse takes the beginning of a name"
+    file.write_text("target:\nmax-batch: null\neager:\n")
+    for untouched in (parsed(["serve"], {}), parsed(["serve", "--config", str(file)], {})):
+        assert (untouched.target, untouched.max_batch, untouched.eager) == ("bundled", 8, False)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +65,10 @@ def test_a_value_of_the_environment_is_read_as_one_of_the_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("STREE_PORT", "many")
-    with pytest.raises(SystemExit):
-        main(["serve"])
-    assert "argument --port: invalid int value: 'many'" in capsys.readouterr().err
+    for arguments, said in (
+        (["serve"], "--port: invalid int value: 'many'"),
+        (["serve", "--config"], "--config: expected"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert f"argument {said}" in capsys.readouterr().err
