@@ -58,8 +58,9 @@ def code_digest(key: object, kinds: Iterable[type], device: torch.device) -> str
 
 
 def cache_folder() -> Path:
-    """Return the folder of what is kept for other processes."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "stree")
+    """Return the folder of what is kept for other processes; one that cannot be made where there is no home."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(os.devnull if folder.startswith("~") else folder, "stree")
 
 
 def has_passed(digest: str) -> bool:

@@ -32,6 +32,13 @@ def no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(passed_checks, "_passed", set())
 
 
+def test_without_a_home_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")  # what ``expanduser`` returns for a user without a home
+    monkeypatch.chdir(tmp_path)
+    passed_checks.record_passed("0")
+    assert passed_checks.has_passed("0") and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("family", matrix())
 def test_every_family_passes(family: str, caplog: pytest.LogCaptureFixture) -> None:
     TreeLM(family_model(family)).self_check()
