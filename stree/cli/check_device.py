@@ -7,6 +7,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -81,8 +82,10 @@ def attempted(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def without_names(message: str) -> str:
     """Leave folders, the user and the machine out of the first line of a message."""
     line = re.sub(r"(?:~|[A-Za-z]:)?(?:[/\\][^\s/\\:'\",;()]+){2,}", "FILE", message.strip().split("\n")[0])
-    names = (name for name in (socket.gethostname(), getpass.getuser()) if len(name) > 2)
-    for name in names:
+    names = [socket.gethostname()]
+    with suppress(KeyError, OSError):  # as in a container whose user has no name
+        names.append(getpass.getuser())
+    for name in (name for name in names if len(name) > 2):
         line = re.sub(rf"\b{re.escape(name)}\b", "NAME", line)
     return line
 

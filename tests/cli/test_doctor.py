@@ -51,6 +51,12 @@ def test_errors_name_neither_folders_nor_user_nor_machine(monkeypatch: pytest.Mo
     message = "OSError: no '/home/jane/models/x.bin' of jane at moonbase, nor C:\\Users\\jane\\y, ratio 3/4\nmore"
     assert without_names(message) == "OSError: no 'FILE' of NAME at NAME, nor FILE, ratio 3/4"
 
+    def nameless() -> str:
+        raise KeyError("getpwuid(): uid not found: 54321")
+
+    monkeypatch.setattr(getpass, "getuser", nameless)  # as in a container that runs as any number
+    assert without_names(message) == "OSError: no 'FILE' of jane at NAME, nor FILE, ratio 3/4"
+
 
 def test_what_does_not_begin_in_time_is_skipped_and_the_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
