@@ -92,12 +92,14 @@ def documents(paths: Sequence[Path], without: Path | None = None) -> Iterator[st
                 yield text
 
 
-def nonempty_documents(paths: Sequence[Path]) -> list[str]:
+def nonempty_documents(paths: Sequence[Path], out: Path) -> list[str]:
     """Read texts as ``documents`` does.
 
     Raises:
-        ValueError: also where there is no text.
+        ValueError: also where there is no text, or where ``out``, which will be written, is one of the files.
     """
+    if out.exists() and any(out.resolve().is_relative_to(path.resolve()) for path in paths):
+        raise ValueError(f"cannot write {out}: it is one of the files to read; choose another --out")
     texts = list(documents(paths))
     if not any(text.strip() for text in texts):
         raise ValueError(f"there is no text in {', '.join(map(str, paths))}")
@@ -111,7 +113,7 @@ def _lines(file: Path, text: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # a number of 5000 digits is no JSONDecodeError
             raise ValueError(f"line {number} of {file} is not JSON: {error}") from error
         found = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
         if not isinstance(found, str):

@@ -35,7 +35,7 @@ def _build(arguments: argparse.Namespace) -> int:
     from stree.retrieval import Datastore
 
     out = check_file(arguments.out)
-    texts = nonempty_documents(arguments.files)
+    texts = nonempty_documents(arguments.files, out)
     tokenizer = load_tokenizer(arguments.tokenizer or locate(arguments.target, "target"))
     shown = track(texts, "tokenizing", console=Console(stderr=True), transient=True)
     vocab_size = max(tokenizer.get_vocab().values()) + 1  # not the number of tokens: ids may have gaps

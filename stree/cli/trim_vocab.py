@@ -43,7 +43,7 @@ def _trim(arguments: argparse.Namespace) -> int:
     check_counts(max_new_tokens=arguments.max_new_tokens)
     if arguments.chat and not arguments.prompts:
         raise ValueError("--chat puts prompts into a conversation; give it with --prompts")
-    texts = nonempty_documents(arguments.text or arguments.prompts)
+    texts = nonempty_documents(arguments.text or arguments.prompts, out)
     name = locate(arguments.target, "target")
     config = config_of_text_model(load_config(name))
     family_of(config)

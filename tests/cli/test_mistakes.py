@@ -87,6 +87,8 @@ MISTAKES: dict[str, dict[str, str]] = {
         "bytes.txt --out x": "bytes.txt is no UTF-8 text",
         "bad.jsonl --out x": "line 2 of bad.jsonl must have a text or prompt that is a string",
         "code.py --out no/x": "cannot write no/x: its folder does not exist",
+        "code.py --out code.py": "cannot write code.py: it is one of the files to read",
+        ". --out p.jsonl": "cannot write p.jsonl: it is one of the files to read",
         "code.py --out empty": "cannot write empty: it is a folder",
         "code.py --out /dev/full": "cannot write /dev/full: it is no regular file",
         "code.py --out pipe": "cannot write pipe: it is no regular file",
@@ -94,6 +96,7 @@ MISTAKES: dict[str, dict[str, str]] = {
         "code.py --out x --target no/such/folder": "no tokenizer that transformers",
     },
     "trim-vocab --text code.py": {
+        "--keep 9 --out code.py": "cannot write code.py: it is one of the files to read",
         "--keep 0 --out x": "keep must be in [1, 4096], got 0",
         "--keep 9 --out no/x": "cannot write no/x: its folder does not exist",
         "--keep 9 --out /dev/full": "cannot write /dev/full: it is no regular file",
