@@ -9,6 +9,7 @@ import pytest
 from helpers.calls import error_of, run_json
 from helpers.tiny_models import VOCAB
 
+from stree.bench.prompts import read_suite
 from stree.cli import main
 from stree.inputs import documents
 from stree.retrieval import Datastore
@@ -33,6 +34,8 @@ def test_texts_come_from_files_folders_and_json_lines(tmp_path: Path) -> None:
     [
         ("a.jsonl", b'{"text": "x"}\n{"texts": 1}\n', "line 2 of .*a.jsonl must have a text or prompt that"),
         ("b.jsonl", b"{", "line 1 of .*b.jsonl is not JSON"),
+        ("e.jsonl", b"[" * 100_000, "line 1 of .*e.jsonl is not JSON"),
+        ("f.jsonl", b'{"text": "x"}\n{"id": ' + b"1" * 5000 + b"}", "line 2 of .*f.jsonl is not JSON"),
         ("d.jsonl", b'{"text": "\\ud800"}', "line 1 of .*d.jsonl is no UTF-8 text"),
         ("c.txt", b"\xff\xfe", "c.txt is no UTF-8 text"),
     ],
@@ -41,6 +44,9 @@ def test_files_that_hold_no_text_are_named(tmp_path: Path, name: str, content: b
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         list(documents([tmp_path / name]))
+    if message.endswith("JSON"):
+        with pytest.raises(ValueError, match="suite 'own': line [12] of ..jsonl: (not JSON|a record needs)"):
+            read_suite("own", tmp_path / name)
 
 
 @pytest.mark.slow
