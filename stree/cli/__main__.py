@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 from typing import NoReturn
@@ -21,6 +22,8 @@ def run() -> NoReturn:
     threads that are no daemons are joined, then functions of ``atexit`` and the standard streams; commands close their
     own files.
     """
+    if os.getpid() == 1:  # of a container: without a handler Linux would drop what `docker stop` sends
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     status = main()
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

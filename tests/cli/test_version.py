@@ -27,3 +27,10 @@ def test_a_command_ends_with_its_status_after_all_output_and_what_runs_at_exit(t
     program += f"{thread} atexit.register(print, 'later'); command.run()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (3, "text\nlater\n", "")
+
+
+def test_the_first_process_of_a_container_ends_at_sigterm_before_a_model_is_loaded() -> None:
+    program = "import os, signal, stree.cli as cli, stree.cli.__main__ as command; os.getpid = lambda: 1;"
+    program += "cli.import_own = lambda _: signal.raise_signal(signal.SIGTERM); command.run()"
+    done = subprocess.run([sys.executable, "-c", program, "info"], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
