@@ -40,11 +40,16 @@ def parsed(arguments: list[str], environment: dict[str, str] | None = None) -> a
 
 
 def test_the_container_starts_the_server() -> None:
-    lines = dict(line.split(" ", 1) for line in block("dockerfile", "FROM").splitlines() if not line.startswith("RUN"))
+    file = block("dockerfile", "FROM")
+    lines = dict(line.split(" ", 1) for line in file.splitlines() if not line.startswith("RUN"))
     command = json.loads(lines["ENTRYPOINT"])
     environment = dict(setting.split("=") for setting in lines["ENV"].split())
     assert command[:2] == ["stree", "serve"] and parsed(command[2:], environment).host == "0.0.0.0"
     assert parsed([]).port == int(lines["EXPOSE"])
+    (torch_version,) = re.findall(r"^torch==.*", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert f" {torch_version} --index-url " in file, "pip would replace another version by the CUDA build"
+    (owned,) = re.findall(rf"install --directory --owner {lines['USER']} (.*)", file)
+    assert owned.split() == [environment["HF_HOME"], environment["TORCHINDUCTOR_CACHE_DIR"]]
 
 
 def test_the_unit_reads_the_settings(tmp_path: Path) -> None:
