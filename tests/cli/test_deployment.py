@@ -71,6 +71,7 @@ def test_kubernetes_asks_paths_that_are_there_and_waits_for_the_drain() -> None:
     deployment: dict[str, Any] = yaml.safe_load(block("yaml", "kind: Deployment"))
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
+    assert pod["enableServiceLinks"] is False, "STREE_PORT=tcp://10.0.0.1:8000 is no port to listen at"
     found = parsed(container["args"])
     assert container["ports"][0]["containerPort"] == found.port
     sleep_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
