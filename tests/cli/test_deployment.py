@@ -81,6 +81,11 @@ def test_kubernetes_asks_paths_that_are_there_and_waits_for_the_drain() -> None:
     assert found.api_key_env in {variable["name"] for variable in container["env"]}
 
 
+def test_the_proxy_passes_every_body_that_the_server_takes() -> None:
+    (limit,) = re.findall(r"client_max_body_size (\d+)m;", block("nginx", "location"))
+    assert int(limit) == parsed([]).max_body_mb
+
+
 @pytest.mark.parametrize("option", sorted(set(re.findall(r"`(--[a-z-]+)", PAGE)) - {"--drafter", "--time"}))
 def test_options_of_the_text_are_the_servers(option: str) -> None:
     assert option.removeprefix("--").replace("-", "_") in vars(parsed([]))
