@@ -19,7 +19,7 @@ FILE = """{head}
 
 from stree.integrations.exported import generate_with
 
-SETTINGS = {settings!r}
+SETTINGS = {settings!a}
 
 
 def generate(inputs=None, *, model, **options):

@@ -88,11 +88,12 @@ def test_criteria_that_look_at_a_whole_batch_end_each_row_on_its_own(folder: str
 
 
 def test_a_model_s_own_folder_gets_one_file_and_a_copy_has_no_links(target_folder: str, tmp_path: Path) -> None:
-    own, copied = tmp_path / "own", tmp_path / "copied"
+    own, copied = tmp_path / "größe", tmp_path / "copied"
     shutil.copytree(target_folder, own)
     before = {path.name for path in own.iterdir()}
     for _ in range(2):  # its own file is replaced
-        assert main(["export-generate", str(own), "--out", str(own), "--drafter", "suffix"]) == 0
+        assert main(["export-generate", str(own), "--out", str(own), "--drafter", str(own)]) == 0
+    assert b"gr\\xf6\\xdfe" in (own / "custom_generate/generate.py").read_bytes(), "whatever the encoding of files is"
     assert {path.name for path in own.iterdir()} == before | {"custom_generate"}
     assert main(["export-generate", str(own), "--out", str(copied), "--drafter", "suffix", "--copy"]) == 0
     assert {path.name for path in copied.iterdir()} == before | {"custom_generate"}
