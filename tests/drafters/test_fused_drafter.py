@@ -139,10 +139,10 @@ PROMPTS = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], [9, 3, 9, 3, 9], [1, 2, 4, 1, 2, 4, 1
     ("temperature", "growth", "budget"),
     slow_unless(
         lambda _, __, budget: budget != 2,
-        [(0.0, Chain(2), 8), (0.8, DySpec(depth=2), 8), (0.0, None, 2), (0.0, None, 3)],
+        [(0.0, Chain(2), 8), (0.8, DySpec(depth=2), 8), (0.0, None, 2), (0.0, None, 3), (0.0, Chain(2), "auto")],
     ),
 )
-def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Growth | None, budget: int) -> None:
+def test_generated_text_is_that_of_plain_decoding(temperature: float, growth: Growth | None, budget: int | str) -> None:
     target, draft = patched(tiny_model("bamba")), patched(tiny_model("mamba2", seed=1))
 
     def text(drafter: Drafter, growth: Growth | None = None) -> list[list[int]]:
