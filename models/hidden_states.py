@@ -43,7 +43,7 @@ def check_hidden_layers(layers: Sequence[int] | None, num_layers: int) -> None:
 
 def patch_for_recording(model: Any) -> None:
     """Make the layers and the final norm of a model note their inputs, and the norm its output; once is enough."""
-    base = model.base_model
+    base = model.get_decoder()  # of the model that a PeftModel wraps, too
     for index, layer in enumerate(base.layers):
         wrap_forward(layer, _layer_forward, index)
     norm = [child for name, child in base.named_children() if "norm" in name][-1]

@@ -150,7 +150,7 @@ class _OneLayer(TreeScorer):
         spec = lm.family.patch(self._module, layer, dtype)
         self.specs, self.mixers = {(layer, type(spec)): spec}, {(layer, type(spec)): self._module}
         self.family, self.num_layers = SimpleNamespace(takes_positions=True), 1  # type: ignore[assignment]
-        children = model.base_model.named_children()
+        children = model.get_decoder().named_children()
         rotary = next((child for name, child in children if "rotary" in name or name == "pos_emb"), None)
         self._rotary = None if rotary is None else _plain_copy(rotary, torch.float32).to(spec.device)
         self._layer_type = (getattr(model.config, "layer_types", None) or [None] * (layer + 1))[layer]

@@ -52,6 +52,23 @@ class Wrapped(nn.Module):
         return self.base_layer(x) * 2
 
 
+class Outer(nn.Module):
+    """A model around another one, which has its attributes but for ``base_model``, as peft's ``PeftModel``."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
+
+
 class Rolled(nn.Module):
     """A parametrization, as weight norms and some adapters are."""
 
@@ -182,3 +199,12 @@ def test_trees_use_the_weights_of_a_wrapped_module_where_the_model_does(family: 
     with torch.no_grad():
         assert torch.equal(model(text).logits, plain(text).logits)
     check_trees(TreeLM(model), model)
+
+
+def test_hidden_states_and_the_self_check_are_those_of_the_model_inside_another() -> None:
+    text = torch.tensor([[1, 2, 3, 4, 5]])
+    wanted = family_model("falcon_h1")(text, output_hidden_states=True).hidden_states
+    lm = TreeLM(Outer(family_model("falcon_h1")).eval())
+    _, hidden = lm.prefill(lm.new_state(1, 16, 4), text, hidden_layers=[1, -1])
+    torch.testing.assert_close(hidden, torch.stack([wanted[1], wanted[-1]], 2))
+    lm.self_check()
