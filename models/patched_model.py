@@ -51,7 +51,7 @@ class PatchedModel:
                 f"model must be a loaded transformers model (TreeLM.from_pretrained loads), got {model!r:.80}"
             )
         self.family = family_of(model.config)
-        self.cache_argument = cache_argument(type(model))
+        self.cache_argument = cache_argument(type(model.get_decoder()))
         found = stateful_modules(model, self.family)
         self._in_training = [module for module in model.modules() if module.training]
         self.model = model.eval()
