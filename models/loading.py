@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,8 +28,9 @@ from stree.models.heads.weights import checkpoint_file
 from stree.models.mamba_in_llama import config_of_hybrid, load_hybrid, mixer_sizes
 from stree.models.native import config_of_native, is_native, load_native
 
-__all__ = ["load_config", "load_model", "raw_config", "torch_device", "torch_dtype"]
+__all__ = ["load_config", "load_model", "raw_config", "torch_device", "torch_dtype", "weights_digest"]
 
+VALUES = 64  # of a tensor, that are hashed
 BAD_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError)
 
 
@@ -206,3 +208,14 @@ def _reason(error: Exception) -> str:
     first, *others = [line.strip() for line in str(error).strip().splitlines()] or [""]
     said = f"{first} {others[0]}" if first.endswith(":") and others else first
     return f"{type(error).__name__}: {said}" if isinstance(error, LookupError) or not said else said
+
+
+def weights_digest(*parts: torch.nn.Module | None) -> str:
+    """Hash some values of every parameter, to tell weights of one architecture apart; quantised ones are left out."""
+    found = hashlib.sha256()
+    for part in filter(None, parts):
+        for name, weight in part.named_parameters():
+            if type(weight.data) is torch.Tensor:  # quantised ones may be of other classes
+                some = weight.data.flatten()[:: max(1, weight.numel() // VALUES)]
+                found.update(name.encode() + some.double().cpu().numpy().tobytes())
+    return found.hexdigest()[:16]

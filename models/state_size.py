@@ -5,7 +5,6 @@ Models without weights (meta device) can be measured, too.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from stree.models.families import config_of_text_model
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["StateSize", "empty_model", "measure_state", "modules_by_kind", "weight_bytes", "weights_digest"]
-
-VALUES = 64  # of a tensor, by which weights are told apart
+__all__ = ["StateSize", "empty_model", "measure_state", "modules_by_kind", "weight_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +82,3 @@ def weight_bytes(lm: TreeLM) -> int:
     if embedding is not head:
         whole.pop(id(embedding))
     return sum(whole.values())
-
-
-def weights_digest(*parts: torch.nn.Module | None) -> str:
-    """Hash evenly spaced values of every parameter, quantised ones left out."""
-    found = hashlib.sha256()
-    for part in filter(None, parts):
-        for name, weight in part.named_parameters():
-            if type(weight.data) is torch.Tensor:  # quantised ones may be of other classes
-                some = weight.data.flatten()[:: max(1, weight.numel() // VALUES)]
-                found.update(name.encode() + some.double().cpu().numpy().tobytes())
-    return found.hexdigest()[:16]

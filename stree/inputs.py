@@ -113,7 +113,7 @@ def _lines(file: Path, text: str) -> Iterator[str]:
             continue
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # a number of 5000 digits is no JSONDecodeError
+        except (ValueError, RecursionError) as error:  # numbers of 5000 digits, deep nesting
             raise ValueError(f"line {number} of {file} is not JSON: {error}") from error
         found = record.get("text", record.get("prompt")) if isinstance(record, dict) else None
         if not isinstance(found, str):

@@ -17,8 +17,7 @@ from stree.drafters import DRAFTERS, Drafter
 from stree.heads import CausalHead, MaskedDiffusion, OneShotHead, head_layout, load
 from stree.inputs import ASSETS, load_tokenizer, locate
 from stree.models.common_vocabulary import in_vocabulary_of
-from stree.models.loading import load_config, load_model
-from stree.models.state_size import weights_digest
+from stree.models.loading import load_config, load_model, weights_digest
 from stree.models.tree_lm import TreeLM
 from stree.models.trimmed import TrimmedLM
 from stree.vocabulary import load_vocabulary

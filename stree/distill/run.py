@@ -26,7 +26,7 @@ from stree.distill.text import Batches, Corpus, distinct, encode, hold_out
 from stree.distill.training import Budget, Logits, compiler, distill_loss, matmul_dtype, probs_of, text_loss, train
 from stree.drafters import ModelDrafter, load
 from stree.files import alone_in, failures_named
-from stree.models.state_size import weights_digest
+from stree.models.loading import weights_digest
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["distill_drafter", "fit", "fit_head", "save_model"]

@@ -138,7 +138,7 @@ class _FusedRun(DraftRun):
         found = proposed(self._retrieving, pending, growth, budget, has_root=False)
         retrieved = self._retrieved(found)
         is_kept = ~retrieved.tree.is_padding
-        plan = None if growth is None or budget == 1 else growth.plan(budget)
+        plan = None if growth is None or budget == 1 else growth.plan(budget)  # 1: a plain step, without a tree
         share, own = retrieved_share(retrieved, is_kept, budget), budget
         is_by_value = plan is not None and draws_by_value(plan, growth)
         is_shared = plan is None or plan.is_pruned or (is_by_value and self._drafting.leave(*upload([share], pending)))
