@@ -34,11 +34,13 @@ class Corpus:
     separator: int | None = None
 
 
-def pack(documents: Iterable[Sequence[int]], separator: int | None) -> np.ndarray:
+def pack(documents: Iterable[Sequence[int] | np.ndarray], separator: int | None) -> np.ndarray:
     """Join token lists into one stream, the separator after each: int32[total]."""
-    end = [] if separator is None else [separator]
-    parts = [np.asarray([*document, *end], dtype=np.int32) for document in documents]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
+    end = np.asarray([] if separator is None else [separator], dtype=np.int32)
+    parts = [np.zeros(0, dtype=np.int32)]
+    for document in documents:
+        parts += np.asarray(document, dtype=np.int32), end
+    return np.concatenate(parts)
 
 
 def distinct(texts: Iterable[str]) -> list[str]:
@@ -58,11 +60,12 @@ def encode(texts: Sequence[str], tokenizer: Any, vocab_size: int, separator: int
     Raises:
         ValueError: no text, or a token for which the target has no logit.
     """
-    documents: list[list[int]] = []
+    documents: list[np.ndarray] = []  # lists of integers take several times the memory
     for start in range(0, len(texts), AT_ONCE):
-        documents += tokenizer(list(texts[start : start + AT_ONCE]), verbose=False)["input_ids"]
-    ended = [document[:-1] if document and document[-1] == separator else document for document in documents]
-    stream = pack([document for document in ended if document], separator)
+        tokens = tokenizer(list(texts[start : start + AT_ONCE]), verbose=False)["input_ids"]
+        documents += [np.asarray(document, dtype=np.int32) for document in tokens]
+    ended = [document[:-1] if document.size and document[-1] == separator else document for document in documents]
+    stream = pack([document for document in ended if document.size], separator)
     if not stream.size or (separator is not None and not (stream != separator).any()):
         raise ValueError("there is no text to train on")
     if int(stream.max()) >= vocab_size:
