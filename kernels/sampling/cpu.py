@@ -25,7 +25,7 @@ Array = np.ndarray[Any, Any]
 def draw_distinct(dist: Tensor, uniform: Tensor, *, least: float) -> tuple[Tensor, Tensor]:
     """Draw without replacement, by sums in float64; see `stree.kernels.ops`."""
     tokens, probs = torch.empty(uniform.shape, dtype=torch.long), dist.new_empty(uniform.shape)
-    _draw_rows(*_rows_of(dist, uniform, tokens, probs), least)
+    _draw_rows(*_rows_of(dist, uniform.contiguous(), tokens, probs), least)
     return tokens, probs
 
 
@@ -36,7 +36,7 @@ def philox_uniform(position: Tensor, sequence: Tensor, node: Tensor, *, seed: in
         seeds = seed.reshape(-1).numpy().view(np.uint64)
     else:
         seeds = np.array([seed % (1 << 64)], np.uint64)
-    counters = (word.reshape(-1).numpy() for word in (position, sequence, node))
+    counters = (word.reshape(-1).contiguous().numpy() for word in (position, sequence, node))
     _uniform(*counters, np.uint64(purpose), seeds, numbers.view(-1).numpy())
     return numbers
 

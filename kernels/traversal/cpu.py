@@ -39,7 +39,7 @@ def hold(tree: Tree, target_probs: Tensor, draft: DraftProbs | None, max_depth: 
         probs, row = left.new_zeros(batch, 1, 1), torch.zeros_like(tree.parents)
         kind = torch.full((batch, n), DELTA, dtype=torch.int8)
     else:
-        probs, row, kind = draft.probs, draft.row.to(torch.int32), draft.kind
+        probs, row, kind = draft.probs, draft.row.to(torch.int32), draft.kind.to(torch.int8)
     accept_probs, ratios = left.new_empty(batch, n, dtype=torch.float64), left.new_empty(batch, n)
     given = (tree.tokens, tree.parents, left, probs, row, kind, accept_probs, ratios)
     _hold(*(part.contiguous().numpy() for part in given))

@@ -30,8 +30,8 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     is_taken = torch.empty(slots.shape, dtype=torch.bool)
     kind = value.dtype
     _choose(
-        value.contiguous().numpy(), (slots.new_empty(0) if left is None else left.long()).numpy(), left is not None,
-        (value.new_empty(0) if below is None else below.to(kind)).numpy(), below is not None, terms.threshold,
+        value.contiguous().numpy(), (slots.new_empty(0) if left is None else left.long().contiguous()).numpy(), left is not None,
+        (value.new_empty(0) if below is None else below.to(kind).contiguous()).numpy(), below is not None, terms.threshold,
         terms.layers_left, slots.numpy(), is_taken.numpy(),
     )  # fmt: skip
     return slots, is_taken
