@@ -158,6 +158,7 @@ def test_compiled_trees_of_other_families(family: str, caplog: pytest.LogCapture
     assert not [record for record in caplog.records if record.name == "stree"]  # else they were not compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", matrix(fast=["bamba"]))
 def test_compiled_commits_leave_the_states_that_others_leave(
     family: str, traced_only: None, caplog: pytest.LogCaptureFixture

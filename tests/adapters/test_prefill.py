@@ -74,6 +74,7 @@ def test_the_rest_of_a_prompt_is_cut_to_the_most_nodes_of_the_kernels(monkeypatc
     assert widths.seen == [9, 4, 4, 2]
 
 
+@pytest.mark.slow
 def test_a_model_s_own_chunk_size_serves_generate() -> None:
     model, texts = tiny_model("bamba"), [list(range(30)), [3, 4, 5]]
     expected = stree.generate(TreeLM(model), texts, max_new_tokens=8).sequences

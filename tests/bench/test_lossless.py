@@ -49,7 +49,7 @@ def test_a_method_that_is_wrong_fails_with_the_logit_gap(monkeypatch: pytest.Mon
     assert check_method(PAIR, method("unrolled:dyspec:6@match"), [SAMPLED], 0)["status"] == "failed"
 
 
-@pytest.mark.parametrize("name", ["dyspec:6@match", "suffix"])
+@pytest.mark.parametrize("name", slow_unless("suffix".__eq__, ["dyspec:6@match", "suffix"]))
 def test_under_match_a_method_must_give_the_text_of_plain_sampling(name: str) -> None:
     found = check_method(PAIR, method(name), [SAMPLED], 0)
     assert (found["status"], found["verifier"], found["identical"]) == ("ok", "match", True)
@@ -58,6 +58,7 @@ def test_under_match_a_method_must_give_the_text_of_plain_sampling(name: str) ->
     assert judge(PAIR, method(name), SAMPLED, run, {"plain": other})["lossless"] is False
 
 
+@pytest.mark.slow
 def test_without_the_statistical_test_a_rejection_sampler_is_not_called_lossless() -> None:
     found = check_method(PAIR, method("dyspec:6"), [SAMPLED], 0)
     assert (found["status"], found["lossless"], found["verifier"]) == ("ok", None, "auto")

@@ -144,6 +144,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch, drafts: stree.TreeLM, call_s: float, 
     return stree.generate(lm, prompts, drafter, growth=DySpec(depth=4), budget="auto", **options)
 
 
+@pytest.mark.slow
 def test_trees_are_drafted_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     cheap = sizes(monkeypatch, patched(tiny_model("bamba")), 0.05, 0.005)
     slow_drafts = sizes(monkeypatch, patched(tiny_model("bamba")), 5.0, 0.005)

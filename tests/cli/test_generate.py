@@ -217,6 +217,7 @@ def test_a_checkpoint_s_code_is_not_run_unasked(tmp_path: Path, capsys: pytest.C
     assert "the code ran" in error_of(capsys, *arguments, "--trust-remote-code")
 
 
+@pytest.mark.slow
 def test_html_is_a_page_of_the_same_text(target: str, drafter: str, tmp_path: Path, capsys: Any) -> None:
     models = ("--target", target, "--drafter", drafter)
     report = run_json(capsys, *PROMPT, *models, "--html", str(tmp_path / "page.html"))

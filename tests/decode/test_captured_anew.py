@@ -72,6 +72,7 @@ def test_weights_without_a_storage_of_their_own(monkeypatch: pytest.MonkeyPatch)
     assert [is_replayed(one) for one in made] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_setting_of_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     lm, options = captured(monkeypatch, stree.TreeLM(family_model("granitemoehybrid"))), dict[str, Any](budget=8)
     options["sampling"] = Sampling(0.8)

@@ -35,7 +35,9 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", WAYS, ids=["plain", "suffix", "chain", "penalty"])
+@pytest.mark.parametrize(
+    "options", slow_unless(lambda way: way in (WAYS[0], WAYS[3]), WAYS), ids=["plain", "suffix", "chain", "penalty"]
+)
 def test_tokens_are_those_of_generate_whatever_runs_between_them(options: dict[str, Any]) -> None:
     expected = stree.generate(launched(), [PROMPT], max_new_tokens=14, **options)
     streams = [stree.stream(launched(), prompt, max_new_tokens=14, **options) for prompt in (PROMPT, [PROMPT])]

@@ -100,8 +100,9 @@ def test_a_block_that_hangs_elsewhere_is_noticed(made: Any) -> None:
     assert steps.error() > 10 * CLOSE
 
 
-@pytest.mark.parametrize("kind", slow_unless("specblock".__eq__, ["mtp", "dflash", "specblock"]))
-@pytest.mark.parametrize("on_device", slow_unless(bool, [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "specblock"])
+@pytest.mark.parametrize("on_device", [False, True])
 def test_texts_that_begin_in_mid_run_leave_nothing_of_the_old_ones(
     on_device: bool, kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
