@@ -40,7 +40,7 @@ class FeatureState(DraftState):
         device, batch = self._queue.device, len(self.prompts)
         index = torch.tensor(rows, device=device)
         lengths = torch.tensor([len(self.prompts[row]) for row in rows], device=device)
-        features = self.head.project(hidden.to(device))
+        features = self.head.project(hidden.to(self._queue))
         every = features.new_zeros(batch, *features.shape[1:]).index_copy_(0, index, features)
         self.most_behind += every.shape[1]
         self._put(every, torch.zeros_like(self._number).index_copy_(0, index, lengths))
@@ -82,7 +82,7 @@ class FeatureState(DraftState):
             raise ValueError(f"a draft head needs the target's hidden states of layers {self.head.hidden_layers}")
         self._is_united = draft.is_united
         self.most_behind += acceptance.path.shape[1] * draft.is_united
-        return self.head.project(acceptance.hidden.to(self._queue.device))
+        return self.head.project(acceptance.hidden.to(self._queue))
 
     def _put(self, features: Tensor, count: Tensor) -> None:
         """Append the first int64[batch] of float[batch, m, num_features] to the queues."""

@@ -88,6 +88,14 @@ def test_retrieved_nodes_may_extend_the_trees(family: str, kind: str) -> None:
     assert generate(lm, FusedDrafter(HeadDrafter(head), SuffixDrafter())).sequences == expected.sequences
 
 
+@pytest.mark.parametrize("kind", slow_unless("dflash".__eq__, ["mtp", "dflash"]))
+def test_a_head_may_have_another_dtype_than_the_target(kind: str) -> None:
+    make: Any = target_and_head if kind == "mtp" else target_and_block_head
+    lm, drafter = make()[0], HeadDrafter(make(dtype=torch.bfloat16)[1])
+    found = generate(lm, drafter)
+    assert found.sequences == generate(lm, NoDrafter()).sequences and found.stats["draft_calls"]
+
+
 SAMPLED: dict[str, Any] = {"sampling": Sampling(1.5)}
 CAPTURED: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "dspark", {}), ("llama", "dflash2", {"growth": Static([2, 2]), **SAMPLED}),
