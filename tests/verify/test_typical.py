@@ -47,9 +47,9 @@ def test_the_accepted_path_is_the_papers(threshold: float, alpha: float) -> None
     chance, generator, lengths = random.Random(0), torch.Generator().manual_seed(0), set[int]()
     rule = TypicalAcceptance(threshold, alpha)
     for _ in range(40):
-        tree = random_tree(chance, [9, 5])
+        tree = random_tree(chance, [48, 5])
         tree = TokenTree(tree.tokens % 5, tree.parents)
-        logits = 2 * torch.randn(2, tree.tokens.shape[1], 5, generator=generator, dtype=torch.float64)
+        logits = 2 * torch.randn(2, tree.tokens.shape[1], 5, generator=generator)
         found = stree.accept(tree, logits, SEVERAL, random_rows(2), verifier=rule)
         for row in range(2):
             path = accepted_by_hand(tree, row, SEVERAL.probs(logits), threshold, alpha)
