@@ -110,6 +110,8 @@ class TargetInit(BaseGrowth):
         ValueError: a size below 1.
     """
 
+    is_lossless = False
+
     width: int = 2
     depth: int = 5
 

@@ -199,6 +199,7 @@ class StoppedGrowth:
 
     Raises:
         TypeError: ``base`` is not a growth.
+        ValueError: ``base`` is ``TargetInit``, which runs as it is or not at all.
     """
 
     base: Growth
@@ -206,6 +207,8 @@ class StoppedGrowth:
     def __post_init__(self) -> None:
         if isinstance(self.base, type) or not hasattr(self.base, "plan"):
             raise TypeError(f"base must be a growth such as Chain(4), got {self.base!r:.80}")
+        if not getattr(self.base, "is_lossless", True):
+            raise ValueError(f"{type(self.base).__name__} takes no stop rule")
 
     @property
     def sampling(self) -> AnySampling:

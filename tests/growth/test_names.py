@@ -102,6 +102,7 @@ def test_a_budget_beside_a_name_must_be_the_name_s(text: str, budget: Any, messa
         ("chain:4+sure", r"it is written \+sure:PROB, got 'sure' behind Chain"),
         ("chain:4+sure:2", r"least_prob must be in \[0, 1\], got 2.0"),
         ("chain:4+depth-stop:deep", r"\+depth-stop takes a number, got 'deep'"),
+        ("lossy-target-init:2,5+decision", "TargetInit takes no stop rule"),
         # Names of earlier versions.
         ("calibrated+decision:1:32", r"nodes come before it, as in calibrated:32\+decision"),
     ],
