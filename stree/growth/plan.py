@@ -135,7 +135,7 @@ def checked_plan(growth: Any, budget: int) -> Plan:
                 before.add(slot)
                 continue
             raise ValueError(f"{name}.plan({budget}): slot {slot} of layers[{depth - 1}].slots {problem}")
-        above = layer.width
+        above = min(layer.width, above * layer.ranks)
     return plan
 
 

@@ -33,6 +33,7 @@ WRONG = [
     (Laid((Layer(2, 3, (0, 2)),)), ValueError, r"Laid.plan\(3\): slot 2 of layers\[0\].slots is rank 2 .* slot 1"),
     (Laid((Layer(2, 2, (0, 5)),)), ValueError, r"slot 5 of layers\[0\].slots must be below 2: 1 nodes above x 2 ranks"),
     (Laid((Layer(1, 2, (0,)), Layer(1, 1, (1,)))), ValueError, r"slot 1 of layers\[1\].slots must be below 1"),
+    (Laid((Layer(4, 1), Layer(1, 1, (1,)))), ValueError, r"slot 1 of layers\[1\].slots must be below 1"),
     (Laid((Layer(2, 2, (0, 0)),)), ValueError, "must not occur twice"),
     (Laid((Layer(4, 4, (0, 1, 2, 3)),), 4), ValueError, r"Laid.plan\(3\) has 5 nodes.*must raise ValueError"),
     (Laid(TWO), TypeError, "Laid.plan must return a Plan whose layers are a tuple"),
