@@ -107,7 +107,7 @@ class HeadState(FeatureState):
         logits, feedback = self.head.verify_features(state, tree, begin, features)
         self._feedback[:, begin:n] = feedback
         self._num_run = n
-        return logits[:, first - begin :]
+        return logits[:, first - begin :].to(self._root_logits.dtype)
 
     def _run(self, tokens: Tensor, features: Tensor, number: Tensor) -> int:
         """Run and commit the first int64[batch] of [batch, m + 1] pairs of every sequence, and run the root after them.

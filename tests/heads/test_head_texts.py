@@ -96,6 +96,12 @@ def test_a_head_may_have_another_dtype_than_the_target(kind: str) -> None:
     assert found.sequences == generate(lm, NoDrafter()).sequences and found.stats["draft_calls"]
 
 
+@pytest.mark.slow
+def test_a_head_in_float64_whose_logits_are_float32_draws_truncated_distributions() -> None:
+    lm, head = target_and_head("nemotron_h", dtype=torch.float64)
+    generate(lm, HeadDrafter(head), sampling=Sampling(1.0, top_k=3), verifier="rejection")
+
+
 SAMPLED: dict[str, Any] = {"sampling": Sampling(1.5)}
 CAPTURED: list[tuple[str, str, dict[str, Any]]] = [
     ("llama", "dspark", {}), ("llama", "dflash2", {"growth": Static([2, 2]), **SAMPLED}),
