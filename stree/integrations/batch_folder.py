@@ -137,8 +137,8 @@ def _records(path: Path, key: str) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)
-                assert record[key] is not None
-            except (ValueError, TypeError, KeyError, AssertionError) as error:
+                assert isinstance(record[key], str | int)
+            except (ValueError, TypeError, LookupError, AssertionError, RecursionError) as error:
                 raise ValueError(f"line {number} of {path} is no record of stree batch") from error
             yield record
 

@@ -77,8 +77,9 @@ def test_a_folder_of_another_job_or_of_something_else_or_in_use_is_refused(tmp_p
     (tmp_path / "file").touch()
     assert refusal(tmp_path / "file") == "a folder is needed at /file, but /file is a file"
     assert refusal(Path("/proc/out")).startswith("cannot write /proc/out: ")
-    (tmp_path / "out" / "part-00000.jsonl").write_text("\n{}\n")
-    assert refusal(tmp_path / "out") == "line 1 of /out/part-00000.jsonl is no record of stree batch"
+    for line in ("", "{}", '{"id": [1]}', '{"id": null}', '"id"', "[" * 100_000):
+        (tmp_path / "out" / "part-00000.jsonl").write_text(f'{{"id": 1}}\n{line}\n')
+        assert refusal(tmp_path / "out") == "line 2 of /out/part-00000.jsonl is no record of stree batch"
 
 
 def test_a_full_disk_is_named_and_loses_no_row(tmp_path: Path) -> None:
