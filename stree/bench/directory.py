@@ -49,7 +49,7 @@ def read_about(path: Path) -> tuple[dict[str, Any], list[Record]]:
     """
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-        return dict(about["config"]), list(about["sessions"])
+        return dict(about["config"]), [dict(session) for session in about["sessions"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
 

@@ -104,6 +104,8 @@ def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
         if not (path / "run.json").is_file():
             raise ValueError(f"{path} holds no run: there is no run.json in it")
         config, sessions = read_about(path / "run.json")
+        if not sessions or "command" not in sessions[-1]:
+            raise ValueError(f"{path / 'run.json'} cannot be read: its last session has no command")
         records = read(path / "results.jsonl")
         if not records:
             raise ValueError(f"{path} holds no results yet")

@@ -186,7 +186,8 @@ def test_ratios_of_two_methods_are_over_the_prompts_of_all_suites(capsys: pytest
     [
         ({}, r"holds no run: there is no run\.json in it"),
         ({"run.json": "{"}, r"run\.json cannot be read"),
-        ({"run.json": '{"config": {}, "sessions": []}'}, "holds no results yet"),
+        ({"run.json": '{"config": {}, "sessions": []}'}, r"run\.json cannot be read: its last session has no command"),
+        ({"run.json": '{"config": {}, "sessions": [{"command": ""}]}'}, "holds no results yet"),
     ],
 )
 def test_a_directory_without_a_run_is_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
