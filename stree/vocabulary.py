@@ -69,7 +69,7 @@ def load_vocabulary(path: str | Path, vocab_size: int, needed: Iterable[int] = (
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         kept, size = [int(token) for token in found["kept"]], int(found["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"no trimmed vocabulary can be read at {str(path)!r}: {error!r}") from error
     if size != vocab_size:
         raise ValueError(f"the trimmed vocabulary at {str(path)!r} is of {size} tokens, the drafter has {vocab_size}")

@@ -139,6 +139,7 @@ def test_a_saved_vocabulary_is_read_back(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"is of {VOCAB} tokens, the drafter has {VOCAB + 1}"):
         load_vocabulary(tmp_path / "kept.json", VOCAB + 1)
     (tmp_path / "other.json").write_text('{"vocab": [1]}', encoding="utf-8")
-    for name in ("other.json", "missing.json"):
+    (tmp_path / "endless.json").write_text('{"vocab_size": 7, "kept": [1e999]}', encoding="utf-8")
+    for name in ("other.json", "missing.json", "endless.json"):
         with pytest.raises(ValueError, match=f"no trimmed vocabulary can be read at .*{name}"):
             load_vocabulary(tmp_path / name, VOCAB)
