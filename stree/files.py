@@ -14,7 +14,7 @@ __all__ = ["alone_in", "check_file", "check_folder", "exchange", "failures_named
 
 
 def check_folder(folder: Path) -> None:
-    """Check that a folder can be made: that no file is in its place or above it.
+    """Check that a folder can be made and written: no file is in its place or above it, nor a read-only folder.
 
     Raises:
         ValueError: the message names the file.
@@ -22,6 +22,8 @@ def check_folder(folder: Path) -> None:
     known = next(path for path in (folder, *folder.parents) if path.exists())
     if not known.is_dir():
         raise ValueError(f"a folder is needed at {folder}, but {known} is a file")
+    if not os.access(known, os.W_OK):
+        raise ValueError(f"cannot write {folder}: {'it' if known == folder else known} is read-only")
 
 
 @contextmanager

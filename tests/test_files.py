@@ -15,7 +15,7 @@ from helpers.calls import full_disk
 from safetensors.torch import save_file
 
 from stree.bench.records import append
-from stree.files import replacing
+from stree.files import check_folder, replacing
 from stree.retrieval import Datastore
 from stree.vocabulary import save_vocabulary
 
@@ -52,3 +52,5 @@ def test_a_read_only_folder_is_named(tmp_path: Path) -> None:
     for write in WRITERS.values():
         with pytest.raises(ValueError, match="read-only|Permission denied"):
             write(tmp_path / "file")
+    with pytest.raises(ValueError, match=f"cannot write {tmp_path / 'new'}: {tmp_path} is read-only"):
+        check_folder(tmp_path / "new")
