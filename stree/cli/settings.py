@@ -46,7 +46,8 @@ def _read(path: Path, options: Mapping[str, argparse.Action]) -> dict[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        text = path.read_text(encoding="utf-8")
+        found, node = yaml.safe_load(text) or {}, yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise OSError(f"--config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -54,6 +55,10 @@ def _read(path: Path, options: Mapping[str, argparse.Action]) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"--config: {path} must hold names of options and their values, got {type(found).__name__}")
     named = {str(name).replace("-", "_"): value for name, value in found.items()}
+    pairs = node.value if isinstance(node, yaml.MappingNode) else []
+    written = [str(key.value).replace("-", "_") for key, _ in pairs]
+    if twice := [name for name in named if written.count(name) > 1]:
+        raise ValueError(f"--config: {path} names an option twice: {', '.join(twice)}")
     if unknown := sorted(named.keys() - options.keys()):
         raise ValueError(f"--config: {path} names no options of this command: {', '.join(unknown)}")
     return {name: value for name, value in named.items() if value is not None}  # null is the option's own default

@@ -44,6 +44,8 @@ def test_the_command_line_wins_over_the_environment_and_this_over_the_file(tmp_p
 @pytest.mark.parametrize(
     ("text", "said"),
     [
+        ("max-batch: 3\nmax_batch: 4", "names an option twice: max_batch"),
+        ("eager: true\neager: false", "names an option twice: eager"),
         ("max_batches: 3", "names no options of this command: max_batches"), ("[1]", "must hold names of options"),
         ("a: b: c", "is no YAML"), ("eager: perhaps", "eager must be true or false, got 'perhaps'"),
         ("log_format: xml", "log-format must be one of text, json, got 'xml'"),
