@@ -166,6 +166,11 @@ def raw_config(name_or_path: str | Path, *, trust_remote_code: bool = False) -> 
         raise _unreadable(name_or_path, error) from error
     if not isinstance(raw, dict):
         raise _unreadable(name_or_path, TypeError(f"its config.json holds {type(raw).__name__}, not an object"))
+    if not raw and checkpoint_file(name_or_path, "adapter_config.json") is not None:
+        raise ValueError(
+            f"checkpoint {str(name_or_path)!r} is an adapter of peft without its model: merge it into the model and "
+            "save this, by merge_and_unload().save_pretrained(FOLDER), or give TreeLM the loaded PeftModel"
+        )
     needs_code = "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING
     if needs_code and not trust_remote_code:
         raise ValueError(

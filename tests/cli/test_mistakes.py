@@ -66,6 +66,7 @@ MISTAKES: dict[str, dict[str, str]] = {
         "x --target no/such/folder": "no checkpoint that transformers can read at 'no/such/folder'",
         "x --target /no/such": "the target must be a folder or a hub id OWNER/NAME, and there is no folder /no/such",
         "x --target empty": "no checkpoint that transformers can read at 'empty'",
+        "x --target lora": "checkpoint 'lora' is an adapter of peft without its model: merge it into the model",
         "x --target bert": "model family 'bert' is not supported; supported: ",
         "x --target broken": "no checkpoint that transformers can read at 'broken'",
         "x --target list": "its config.json holds list, not an object",
@@ -156,6 +157,7 @@ COMMANDS = {f"{command} {rest}": error for command, rows in MISTAKES.items() for
 FILES: dict[str, Any] = {
     "blank.txt": b" \n", "code.py": b"def f(x):\n    return x + 1 + 2 + 3 + 4 + 5 + 6 + 7\n",
     "p.jsonl": b'{"prompt": "w1 w2"}\n', "bad.jsonl": b'{"prompt": "a"}\n{"nothing": 1}\n',
+    "lora/adapter_config.json": b'{"peft_type": "LORA"}',
     "bytes.txt": b"\xff\xfe\x00", "bert/config.json": b'{"model_type": "bert"}',
     "broken/config.json": b'{"model_type": ', "list/config.json": b"[1]",
     "code/config.json": b'{"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}',
