@@ -77,6 +77,11 @@ class PatchedModel:
         self.num_layers = model.config.num_hidden_layers
 
     @property
+    def model_class(self) -> Any:
+        """Class of the model, or of the one in it, as a ``PeftModel`` wraps one."""
+        return next(type(module) for module in self.model.modules() if isinstance(module, PreTrainedModel))
+
+    @property
     def vocab_size(self) -> int:
         """Number of logits."""
         return num_features(self.model.get_output_embeddings())[1]

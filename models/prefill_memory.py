@@ -78,7 +78,7 @@ def model_without_values(lm: PatchedModel) -> Any:
     """Return a model of the same class and configuration."""
     config = copy.deepcopy(lm.model.config)
     config._attn_implementation = _attention(config)
-    model = type(lm.model)(config).to(lm.dtype).eval()
+    model = lm.model_class(config).to(lm.dtype).eval()
     if getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("grouped_mm")  # loops over experts that tokens are routed to need values
     for module in model.modules():

@@ -150,7 +150,7 @@ def load_mtp(target: TreeLM, source: str | Path | None = None) -> CausalHead:
             "often leave out"
         )
     rest = {name.removeprefix("model.").removeprefix(prefix): value for name, value in tensors.items()}
-    return _head(target, type(target.model), config, layout, rest, source)
+    return _head(target, target.model_class, config, layout, rest, source)
 
 
 def load_speculators_mtp(

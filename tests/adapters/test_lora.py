@@ -11,11 +11,12 @@ import pytest
 import torch
 from helpers.family_states import Decoding
 from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
-from helpers.tiny_models import TOLERANCE
+from helpers.tiny_models import TOLERANCE, Outer
 from torch import Tensor, nn
 
 from stree import TreeLM
 from stree.models.families import family_of, stateful_modules
+from stree.models.prefill_memory import prefill_bytes
 
 FAMILIES = (*EVERY_ADAPTER, "bailing_hybrid", "falcon_mamba", "mamba2", "olmo_hybrid")
 
@@ -50,23 +51,6 @@ class Wrapped(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         return self.base_layer(x) * 2
-
-
-class Outer(nn.Module):
-    """A model around another one, which has its attributes but for ``base_model``, as peft's ``PeftModel``."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.base_model = model
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.base_model, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.base_model(*args, **kwargs)
 
 
 class Rolled(nn.Module):
@@ -208,3 +192,4 @@ def test_hidden_states_and_the_self_check_are_those_of_the_model_inside_another(
     _, hidden = lm.prefill(lm.new_state(1, 16, 4), text, hidden_layers=[1, -1])
     torch.testing.assert_close(hidden, torch.stack([wanted[1], wanted[-1]], 2))
     lm.self_check()
+    assert prefill_bytes(lm, 1, 64) == prefill_bytes(TreeLM(family_model("falcon_h1")), 1, 64) > 0

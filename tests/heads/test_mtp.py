@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.fast_cases import slow_unless
 from helpers.tiny_heads import LAYOUTS, save_with_mtp, target_and_head
+from helpers.tiny_models import Outer
 from helpers.tiny_pairs import save_tiny
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -98,6 +99,13 @@ def test_a_checkpoint_in_several_files_is_read(tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": {name: file for file, held in parts.items() for name in held}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     head = load_mtp(stree.TreeLM.from_pretrained(tmp_path, "cpu"))
+    ids, hidden = torch.tensor([[3, 4, 5]]), torch.ones(1, 3, head.num_features)
+    torch.testing.assert_close(head.run(ids, hidden)[0], target_and_head()[1].run(ids, hidden)[0])
+
+
+def test_the_layers_of_a_model_inside_another_are_loaded() -> None:
+    folder = target_and_head()[0].model.config._name_or_path
+    head = load_mtp(stree.TreeLM(Outer(stree.TreeLM.from_pretrained(folder, "cpu").release())))
     ids, hidden = torch.tensor([[3, 4, 5]]), torch.ones(1, 3, head.num_features)
     torch.testing.assert_close(head.run(ids, hidden)[0], target_and_head()[1].run(ids, hidden)[0])
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     BambaConfig,
     BambaForCausalLM,
@@ -40,6 +41,7 @@ __all__ = [
     "FAMILIES",
     "TOLERANCE",
     "VOCAB",
+    "Outer",
     "as_commit",
     "extended",
     "fresh_logits",
@@ -129,3 +131,20 @@ def random_tree(rng: random.Random, sizes: Sequence[int], width: int | None = No
 def random_path(rng: random.Random, tree: TokenTree, row: int) -> list[int]:
     """Draw a node that is not padding and return the path to it."""
     return path_to(tree, row, rng.choice(real_nodes(tree, row)))
+
+
+class Outer(nn.Module):
+    """A model around another one, which has its attributes but for ``base_model``, as peft's ``PeftModel``."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.base_model(*args, **kwargs)
