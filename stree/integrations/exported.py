@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,15 +54,17 @@ def generate_with(model: PreTrainedModel, inputs: Tensor | None, options: Mappin
 
 
 def _drafter(model: PreTrainedModel, drafter: Any) -> Drafter:
-    """Load a drafter; one that is named is kept with what else is kept for the model."""
+    """Load a drafter; one that is named is kept with what else is kept for the model, until its files change."""
     lm = tree_lm(model)
     if not isinstance(drafter, str):
         return load(drafter, lm)
     with _loading:
-        kept: dict[str, Drafter] = lm.cache.setdefault("exported drafters", {})
-        if drafter not in kept:
-            kept[drafter] = load(drafter, lm)
-        return kept[drafter]
+        kept: dict[str, tuple[Any, Drafter]] = lm.cache.setdefault("exported drafters", {})
+        folder = Path(drafter.removeprefix("fused:"))
+        files = sorted((path.name, path.stat().st_mtime_ns) for path in folder.glob("*"))
+        if drafter not in kept or kept[drafter][0] != files:
+            kept[drafter] = files, load(drafter, lm)
+        return kept[drafter][1]
 
 
 def _one_by_one(generate: Any, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> list[Tensor]:

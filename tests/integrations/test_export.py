@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.calls import error_of
+from helpers.tiny_pairs import save_tiny
 from transformers import AutoModelForCausalLM, StoppingCriteria
 
 from stree.cli import main
@@ -59,6 +60,15 @@ def test_a_model_that_is_loaded_from_the_folder_generates_with_trees(folder: str
     assert model.generate(IDS[:1], streamer=Streamer(), **NEW).equal(expected)
     assert words == [*expected[0].tolist(), -1]
     assert model.generate(input_ids=IDS[:1], return_dict_in_generate=True, tokenizer=None, **NEW).stats["tau"] > 2
+
+
+def test_a_drafter_that_is_trained_anew_is_loaded_anew(folder: str, target_folder: str, tmp_path: Path) -> None:
+    model = model_of(folder, trust_remote_code=True)
+    options = {"drafter": save_tiny(tmp_path, seed=5), "return_dict_in_generate": True, **NEW}
+    before = model.generate(IDS[:1], **options)
+    shutil.copy(Path(target_folder, "model.safetensors"), tmp_path)
+    after = model.generate(IDS[:1], **options)
+    assert before.stats["tau"] < 2 < after.stats["tau"] and after.sequences.equal(before.sequences)
 
 
 class Ended(StoppingCriteria):  # type: ignore[misc]
