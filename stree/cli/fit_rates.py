@@ -41,7 +41,8 @@ def _fit_rates(arguments: argparse.Namespace) -> int:
     from stree.files import check_file, replacing
     from stree.sampling import Sampling
 
-    check_counts(limit=arguments.limit, ranks=arguments.ranks, max_new_tokens=arguments.max_new_tokens)
+    check_counts(limit=arguments.limit, max_new_tokens=arguments.max_new_tokens)
+    check_counts(ranks=arguments.ranks, below=257)  # each takes as long, and later ones are hardly ever accepted
     if arguments.skip < 0:
         raise ValueError(f"--skip must not be negative, got {arguments.skip}")
     kinds = [Sampling(temperature) for temperature in numbers_of("--temperature", arguments.temperature, float)]

@@ -150,6 +150,7 @@ MISTAKES: dict[str, dict[str, str]] = {
         "profile --target TARGET --budget 0": "--budget must be at least 1, got 0",
         "profile --target TARGET --out empty": "--out must be a file, got the folder empty",
         "profile --target TARGET --growth nothing": "'nothing'",
+        "fit-rates --suite mine=p.jsonl --out x --ranks 100000": "ranks must be below 257, got 100000",
         "report nowhere": "nowhere",
     },
 }
