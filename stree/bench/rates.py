@@ -55,7 +55,7 @@ class Rates:
         names = pair.names
         try:
             record = json.loads(path.read_text(encoding="utf-8"))
-            rates = {float(temperature): tuple(found) for temperature, found in record["rates"].items()}
+            rates = {float(t): tuple(Sequoia(rates=tuple(found)).rates or ()) for t, found in record["rates"].items()}
             fitted = record["target"], record["drafter"]
             source = f"{record['contexts']} contexts of {', '.join(record['suites'])}"
         except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -85,13 +85,15 @@ def test_a_run_with_fitted_rates_records_them_and_refuses_those_of_others(
         elif one["params"]["temperature"] == temperature:
             assert "rates=(0.5, 0.25)" in growth and "source='the caller'" in growth
     assert len(timed) == 6 and "uses acceptance rates of" not in capsys.readouterr().err
+    Path("edited.json").write_text(json.dumps({**record, "rates": {"0.0": [0.2, 0.4]}}))
     for options, message in (
         (["rates.json", "--drafter", "target"], "the rates in rates.json are of target and drafter"),
         (["rates.json", "--temperature", "0.7"], "has rates of the temperatures [0.0, 1.0], not of [0.7]"),
+        (["edited.json"], "edited.json holds no rates of 'stree bench fit-rates': rates must be positive, not growing"),
         (["p.jsonl"], "p.jsonl holds no rates of 'stree bench fit-rates'"),
     ):
         assert main([*run, *options, "--methods", "sequoia:8", "--out", "other"]) == 2
-        assert message in capsys.readouterr().err
+        assert message in capsys.readouterr().err and not Path("other").exists()
     assert main([*fit, "--skip", "9", "--out", "x.json"]) == 2
     assert "no suite has prompts behind the first 9" in capsys.readouterr().err
     save_tiny(Path("drafter"), seed=2)  # trained anew
