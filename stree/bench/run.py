@@ -29,9 +29,11 @@ LOG_EVERY = 15.0  # seconds between lines of progress where there is no terminal
 
 def run_bench(
     pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, out: Path, *, force: bool,
-    rates: Rates | None = None,
+    rates: Rates | None = None, own: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Run what is not finished in ``out``; Sequoia's trees are made from ``rates``, or from the default ones.
+
+    ``own`` are digests of the user's modules that methods come from.
 
     Raises:
         ValueError: the directory holds another run, or another process writes into it; nothing has run then.
@@ -45,6 +47,8 @@ def run_bench(
         config = _config(pair, methods, suites, settings, env)
         if rates is not None:
             config["rates"] = {f"{t:g}": rates.by_temperature[t] for t in settings.temperatures}
+        if own:
+            config["import"] = [*own]
         directory = RunDirectory(out, config, {**env, "command": command}, force=force)
         task = bar.add_task("measuring")
 
@@ -95,6 +99,7 @@ def _logged(bar: Progress, runner: Runner) -> Callable[..., None]:
 def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], settings: Settings, env: Record) -> Record:
     """Gather the settings that all records of one table must share."""
     target, drafter = pair.names
+    prompts = [pair.encode(prompt.turns[:1], chat=settings.chat) for suite in suites for prompt in suite.prompts]
     return {
         "target": target,
         "drafter": drafter,
@@ -108,6 +113,7 @@ def _config(pair: Pair, methods: Sequence[Method], suites: Sequence[Suite], sett
             s.name: {"prompts": len(s.prompts), "turns": sum(len(p.turns) for p in s.prompts), "file": s.digest}
             for s in suites
         },
+        "prompt_tokens": hashlib.sha256(str(prompts).encode()).hexdigest()[:16],
         "methods": [f"{method.name} ({method.verifier})" for method in methods],
         "seed": settings.seeds[0] if len(settings.seeds) == 1 else settings.seeds,
         **{name: getattr(settings, name) for name in settings.__slots__ if name != "seeds"},

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from stree.cli.generate import generation_options, prepare
-from stree.cli.importing import import_own
+from stree.cli.importing import import_own, own_digests
 from stree.cli.options import add_command, add_generation
 
 __all__ = ["add_batch"]
@@ -52,12 +52,14 @@ def _batch(arguments: argparse.Namespace) -> int:
     own = (getattr(arguments, "import") or "").split(",")
     files = [str(Path(name).resolve()) if name.endswith(".py") else name for name in own]
     setattr(arguments, "import", ",".join(files))
-    settings = {"input": checksum(arguments.input)}
+    settings: dict[str, Any] = {"input": checksum(arguments.input)}
     rows = read_rows(arguments.input)
     if any(row.reason is None for row in rows):
         check_ray()  # before anything is written
     prepare(arguments)  # names mistakes, and fills in the default drafter
     settings |= _settings(arguments, options)
+    if digests := own_digests(getattr(arguments, "import")):
+        settings["import"] = digests
     with open_job(arguments.out, settings) as job:
         pending = job.pending(rows)
         if pending:

@@ -14,6 +14,7 @@ from typing import Any
 from stree.cli.bench_options import add_bench_command, add_models, load_pair, numbers_of
 from stree.cli.compiling import advice
 from stree.cli.fit_rates import add_fit_rates
+from stree.cli.importing import own_digests
 from stree.cli.options import add_drafter_vocab, add_import
 from stree.growth_names import GROWTHS
 
@@ -164,7 +165,8 @@ def _run(arguments: argparse.Namespace) -> int:
         from stree.bench.rates import Rates
 
         rates = Rates.load(arguments.rates, pair, settings.temperatures)
-    run_bench(pair, methods, suites, settings, arguments.out, force=arguments.force, rates=rates)
+    own = own_digests(getattr(arguments, "import"))
+    run_bench(pair, methods, suites, settings, arguments.out, force=arguments.force, rates=rates, own=own)
     runs = load_runs([arguments.out])
     write_page(runs, arguments.out / "report.html")
     _print_runs(runs, arguments)

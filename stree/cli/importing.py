@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import importlib
 import importlib.util
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["import_models", "import_own", "without_collection"]
+__all__ = ["import_models", "import_own", "own_digests", "without_collection"]
 
 
 @contextmanager
@@ -58,6 +59,13 @@ def import_own(names: str | None) -> None:
                 importlib.import_module(name)
         except Exception as error:  # a module of the user raises anything
             raise ValueError(f"--import {name}: {type(error).__name__}: {error}") from error
+
+
+def own_digests(names: str | None) -> list[str]:
+    """Return a digest of the file of each module that ``import_own`` has imported."""
+    own = [name for name in (names or "").split(",") if name]
+    files = [name if name.endswith(".py") else getattr(sys.modules[name], "__file__", None) for name in own]
+    return [hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16] for file in files if file is not None]
 
 
 def _import_file(path: Path) -> None:

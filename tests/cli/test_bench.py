@@ -126,6 +126,21 @@ def test_a_trimmed_vocabulary_that_does_not_fit_is_refused_before_anything_runs(
     assert not (tmp_path / "run" / "run.json").exists()
 
 
+def test_a_run_is_not_resumed_with_another_tokenizer_or_other_methods_of_one_s_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "w1 w2 w3"}\n')
+    (tmp_path / "own.py").write_text("")
+    save_tiny(tmp_path / "target")
+    options = ["--drafter", "none", "--methods", "plain", "--import", str(tmp_path / "own.py")]
+    assert bench(tmp_path, tmp_path / "run", *options) == bench(tmp_path, tmp_path / "run", *options) == 0
+    (tmp_path / "own.py").write_text("# changed")
+    assert bench(tmp_path, tmp_path / "run", *options) == 2 and "with import [" in capsys.readouterr().err
+    (tmp_path / "own.py").write_text("")
+    save_tiny(tmp_path / "target", words=[f"w{number}" for number in range(96, 0, -1)])
+    assert bench(tmp_path, tmp_path / "run", *options) == 2 and "with prompt_tokens '" in capsys.readouterr().err
+
+
 def test_ctrl_c_says_how_to_go_on_and_ends_with_status_130(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
