@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import StreamingResponse
 
-from stree.decode.grammar import Grammar
 from stree.decode.stop_strings import TokenBytes
 from stree.decode.text import IncrementalText
 from stree.grammar_fields import GRAMMAR_FIELDS, grammar_of
@@ -108,14 +107,15 @@ class OpenAIAPI:
 
         return await self._answer(body, request, choices, head, head, part)
 
-    async def chat(self, body: ChatRequest, request: Request) -> Any:
-        """Answer POST /v1/chat/completions."""
+    async def chat(self, body: ChatRequest, request: Request, *, has_parts: bool = False) -> Any:
+        """Answer POST /v1/chat/completions; with the ``parts`` of ``ToolAnswer`` if they are wanted."""
         self._check(body)
         if body.tool_schemas and self._tool_format is None:
             raise APIError(400, f"tool calls of {self._model} have no known format", param="tools")
         prompt, num_shared = await self._encoder.shared_chat(body.messages, body.template_options)
         choices = await self._submit(body, [prompt], num_shared=num_shared)
-        calling, thinking = [self._calling(body) for _ in choices], [self._thinking(body, prompt) for _ in choices]
+        calling = [self._calling(body, has_parts) for _ in choices]
+        thinking = [self._thinking(body, prompt) for _ in choices]
         whole, chunk = (self._head("chatcmpl", f"chat.completion{end}") for end in ("", ".chunk"))
         chunk["id"] = whole["id"]
         begun = set[int]()
@@ -141,11 +141,11 @@ class OpenAIAPI:
         answer = await self._answer(body, request, choices, whole, chunk, part)
         return answer if body.stream else answer | prompt_fields(body, choices[0].handle, self.token_bytes)
 
-    def _calling(self, body: ChatRequest) -> ToolAnswer | None:
+    def _calling(self, body: ChatRequest, has_parts: bool) -> ToolAnswer | None:
         """Return what finds the calls in an answer, where it may have some."""
         if self._tool_format is None or not body.tool_schemas:
             return None
-        return ToolAnswer(self._tool_format, body.tool_schemas, is_one=body.has_one_call)
+        return ToolAnswer(self._tool_format, body.tool_schemas, is_one=body.has_one_call, has_parts=has_parts)
 
     def _thinking(self, body: ChatRequest, prompt: list[int]) -> ReasoningReader | None:
         """Return what finds the reasoning in an answer, where it is wanted; a grammar is one of the whole answer."""
@@ -161,9 +161,6 @@ class OpenAIAPI:
         form = self._tool_format if body.tool_schemas else None
         calls = () if form is None else (form.begin, form.end or "")
         return calls + ((reasoning.BEGIN, reasoning.END) if body.separate_reasoning else ())
-
-    def _grammar(self, body: GenerationRequest) -> Grammar | None:
-        return grammar_of_request(body, self._tool_format, self._special_tokens)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Answer POST /tokenize, as vLLM does."""
@@ -202,7 +199,8 @@ class OpenAIAPI:
         shown = self._shown(body)
         if shown not in self._bytes_with:
             self._bytes_with[shown] = TokenBytes(self._tokenizer, shown)
-        options = {**options, "grammar": await asyncio.to_thread(self._grammar, body)}
+        grammar = await asyncio.to_thread(grammar_of_request, body, self._tool_format, self._special_tokens)
+        options = {**options, "grammar": grammar}
         seed = secrets.randbits(63) if body.seed is None else body.seed
         try:
             for each in prompts:

@@ -177,26 +177,27 @@ class _Output:
 
     def push(self, message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Append a message of a chat, or what the next chunk adds to it; yield its events."""
-        if message.get("content"):
-            if self._text is None:
-                self.items.append(_message(f"msg_{secrets.token_hex(12)}", "", "in_progress"))
-                yield self.event(
-                    "output_item.added", output_index=len(self.items) - 1, item={**self.items[-1], "content": []}
-                )
-                yield self.event("content_part.added", **self._place(), part=_part(""))
-                self._text = ""
-            self._text += message["content"]
-            yield self.event("output_text.delta", **self._place(), delta=message["content"], logprobs=[])
-        for call in message.get("tool_calls") or ():
-            yield from self.close("completed")
-            function, name = call["function"], f"fc_{secrets.token_hex(12)}"
-            item = {"type": "function_call", "id": name, "call_id": call["id"], **function, "status": "completed"}
-            self.items.append(item)
-            place = {"output_index": len(self.items) - 1}
-            yield self.event("output_item.added", **place, item={**item, "arguments": "", "status": "in_progress"})
-            yield self.event("function_call_arguments.delta", **place, item_id=name, delta=function["arguments"])
-            yield self.event("function_call_arguments.done", **place, item_id=name, **function)
-            yield self.event("output_item.done", **place, item=item)
+        for part in message.get("parts", [message]):
+            if part.get("content"):
+                if self._text is None:
+                    self.items.append(_message(f"msg_{secrets.token_hex(12)}", "", "in_progress"))
+                    yield self.event(
+                        "output_item.added", output_index=len(self.items) - 1, item={**self.items[-1], "content": []}
+                    )
+                    yield self.event("content_part.added", **self._place(), part=_part(""))
+                    self._text = ""
+                self._text += part["content"]
+                yield self.event("output_text.delta", **self._place(), delta=part["content"], logprobs=[])
+            for call in part.get("tool_calls") or ():
+                yield from self.close("completed")
+                function, name = call["function"], f"fc_{secrets.token_hex(12)}"
+                item = {"type": "function_call", "id": name, "call_id": call["id"], **function, "status": "completed"}
+                self.items.append(item)
+                place = {"output_index": len(self.items) - 1}
+                yield self.event("output_item.added", **place, item={**item, "arguments": "", "status": "in_progress"})
+                yield self.event("function_call_arguments.delta", **place, item_id=name, delta=function["arguments"])
+                yield self.event("function_call_arguments.done", **place, item_id=name, **function)
+                yield self.event("output_item.done", **place, item=item)
 
     def close(self, status: str) -> Iterator[dict[str, Any]]:
         """End the message that is open, if any; yield its events."""
@@ -237,7 +238,7 @@ async def respond(api: OpenAIAPI, body: ResponsesRequest, request: Request) -> A
     except (ValueError, RecursionError) as error:
         raise APIError(400, f"the body must be JSON in UTF-8: {error}") from error
     try:
-        answer = await api.chat(body.chat(), request)
+        answer = await api.chat(body.chat(), request, has_parts=True)
     except APIError as error:
         error.param = NAMES.get(error.param or "", error.param)
         raise

@@ -101,10 +101,10 @@ class ToolCallReader:
         self._form, self._schemas, self._held = form, schemas, ""
         self._has_content = self._is_behind_call = False
 
-    def push(self, piece: str, *, is_last: bool = False) -> tuple[str, list[ToolCall]]:
-        """Append text; return the content and the calls that are certain now, spaces around calls left out."""
+    def push(self, piece: str, *, is_last: bool = False) -> list[str | ToolCall]:
+        """Append text; return the content and the calls that are certain now in order, spaces around calls left out."""
         self._held += piece
-        content, calls = "", list[ToolCall]()
+        parts = list[str | ToolCall]()
         if self._is_behind_call:
             self._held = self._held.lstrip()
         while (begin := self._begin()) >= 0:
@@ -112,13 +112,13 @@ class ToolCallReader:
             if end is None:
                 break
             if new is None:
-                content += self._take(end)
+                parts.append(self._take(end))
             else:
-                content, calls = content + self._take(begin).rstrip(), calls + new
+                parts += [self._take(begin).rstrip(), *new]
                 self._held, self._is_behind_call = self._held[end - begin :].lstrip(), True
         place = len(self._held) if is_last else self._certain()
-        content += self._take(place)
-        return content, calls
+        parts.append(self._take(place))
+        return [part for part in parts if part]
 
     def _read(self, begin: int, is_last: bool) -> tuple[int | None, list[ToolCall] | None]:
         """Return where calls end and the calls: both None where the end is not known yet, no calls where they are text.

@@ -93,8 +93,8 @@ def is_text_of(grammar: CompiledGrammar, tokenizer: Any, text: str) -> bool:
 @pytest.mark.parametrize(("form", "answer", "calls"), ALLOWED)
 def test_forced_answers_are_calls_of_the_given_tools(tokenizer: Any, form: str, answer: str, calls: list[Any]) -> None:
     reader = ToolCallReader(TOOL_FORMATS[form], SCHEMAS)
-    content, read = reader.push(answer, is_last=True)
-    assert (content, [(call.name, json.loads(call.arguments)) for call in read]) == ("", calls)
+    read: list[Any] = reader.push(answer, is_last=True)
+    assert [(call.name, json.loads(call.arguments)) for call in read] == calls
     several, one = (compiled(tokenizer, form, is_one=is_one) for is_one in (False, True))
     assert is_text_of(several, tokenizer, answer)
     assert is_text_of(one, tokenizer, answer) == (len(calls) == 1)
@@ -137,7 +137,7 @@ def test_parameters_are_found_behind_references(tokenizer: Any, form: str, answe
     definitions = {"own": {"type": "object", **own, "additionalProperties": False}, "five": {"type": "string"}}
     schemas = {"f": {"$ref": "#/definitions/own", "definitions": definitions}}
     assert is_text_of(compiled(tokenizer, form, is_one=True, schemas=schemas), tokenizer, answer)
-    (call,) = ToolCallReader(TOOL_FORMATS[form], schemas).push(answer, is_last=True)[1]
+    call: Any = ToolCallReader(TOOL_FORMATS[form], schemas).push(answer, is_last=True)[0]
     assert json.loads(call.arguments) == {"a": 5, "b": "5"}
 
 

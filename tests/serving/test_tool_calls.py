@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from stree.tool_calls import TOOL_FORMATS, ToolCallReader, tool_format
+from stree.tool_calls import TOOL_FORMATS, ToolCall, ToolCallReader, tool_format
 
 SCHEMAS: dict[str, Any] = {
     "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}, "clock": {},
@@ -95,16 +95,22 @@ ANSWERS: list[tuple[str, str, str, list[Any]]] = [
 ]  # fmt: skip
 
 
+def split(parts: list[str | ToolCall]) -> tuple[str, list[ToolCall]]:
+    """Return what is content and what is calls."""
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    return "".join(part for part in parts if isinstance(part, str)), calls
+
+
 @pytest.mark.parametrize(("form", "answer", "content", "calls"), ANSWERS)
 def test_an_answer_is_split_into_content_and_calls(form: str, answer: str, content: str, calls: list[Any]) -> None:
     for length in range(1, len(answer) + 1):
         reader = ToolCallReader(TOOL_FORMATS[form], SCHEMAS)
-        pieces = [reader.push(answer[place : place + length]) for place in range(0, len(answer), length)]
-        pieces.append(reader.push("", is_last=True))
+        pieces = [split(reader.push(answer[place : place + length])) for place in range(0, len(answer), length)]
+        pieces.append(split(reader.push("", is_last=True)))
         assert "".join(text for text, _ in pieces) == content
         "".join(call.arguments for _, found in pieces for call in found).encode()
         assert [(call.name, json.loads(call.arguments)) for _, found in pieces for call in found] == calls
-    assert ToolCallReader(TOOL_FORMATS[form], SCHEMAS).push(answer, is_last=True)[0] == content
+    assert split(ToolCallReader(TOOL_FORMATS[form], SCHEMAS).push(answer, is_last=True))[0] == content
 
 
 @pytest.mark.parametrize(
@@ -123,11 +129,12 @@ def test_a_parameter_of_xml_has_a_type_of_its_schema(schema: Any, text: str, val
     answer = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
     for end in range(len(answer)):
         reader = ToolCallReader(TOOL_FORMATS["qwen-xml"], {"f": {"properties": {"a": schema}}})
-        assert reader.push(answer[:end]) == ("", [])
-        content, (call,) = reader.push(answer[end:], is_last=True)
-        assert (content, json.loads(call.arguments)) == ("", {"a": value})
-    content, (call,) = ToolCallReader(TOOL_FORMATS["qwen-xml"], {"f": {"properties": None}}).push(answer, is_last=True)
-    assert content == "" and "a" in json.loads(call.arguments)
+        assert reader.push(answer[:end]) == []
+        call: Any = reader.push(answer[end:], is_last=True)[0]
+        assert json.loads(call.arguments) == {"a": value}
+    (call,) = ToolCallReader(TOOL_FORMATS["qwen-xml"], {"f": {"properties": None}}).push(answer, is_last=True)
+    assert isinstance(call, ToolCall)
+    assert "a" in json.loads(call.arguments)
 
 
 @pytest.mark.parametrize(
