@@ -87,6 +87,12 @@ def test_texts_are_those_without_kept_states(family: str, sampling: Sampling) ->
         assert one.stats["num_cached_tokens"] == num_cached
 
 
+def test_an_answer_of_one_token_leaves_the_state_of_its_prompt() -> None:
+    with stree.Engine(target("bamba"), "none", max_batch=2, max_length=256, cache_bytes=10**8) as engine:
+        cached = [engine.submit(ENDS[0], max_new_tokens=1).result(60).stats["num_cached_tokens"] for _ in range(3)]
+    assert cached == [0, 9, 9]
+
+
 def test_a_state_of_another_text_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     longest = PrefixCache.longest
 
