@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from io import TextIOWrapper
 
 from stree.cli.batch import add_batch
 from stree.cli.bench import add_bench
@@ -37,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # closed, as by ``>&-``; a file opened later must not have its number
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if isinstance(sys.stdout, TextIOWrapper) and sys.stdout.errors == "strict":  # an encoding without a text's letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(
         prog="stree", description="Tree speculative decoding for Mamba and hybrid language models."
     )

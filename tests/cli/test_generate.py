@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from helpers.calls import error_of, run_json
 from helpers.tiny_models import VOCAB
-from helpers.tiny_pairs import byte_fallback, save_tiny, writing_model
+from helpers.tiny_pairs import WORDS, byte_fallback, save_tiny, writing_model
 from transformers import AutoTokenizer
 
 from stree import generation
@@ -51,6 +52,16 @@ def test_closed_standard_streams_are_empty(target: str, monkeypatch: pytest.Monk
         monkeypatch.setattr(sys, name, None)
     assert main([*PROMPT, "--target", target]) == 0
     assert main(["generate", "--target", target]) == 2, "an empty prompt"
+
+
+def test_characters_that_the_output_cannot_encode_are_written_by_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    target = save_tiny(tmp_path, words=["w1", "\u00e9", *WORDS[2:]])
+    assert main(["generate", "w1 \u00e9", "--max-new-tokens", "2", "--target", target]) == 0
+    assert written.getvalue().startswith(rb"w1 \xe9")
 
 
 @pytest.mark.slow
