@@ -28,11 +28,12 @@ def choose(value: Tensor, left: Tensor | None, below: Tensor | None, terms: Term
     batch, count = value.shape
     slots = torch.empty(batch, min(terms.width, count), dtype=torch.long)
     is_taken = torch.empty(slots.shape, dtype=torch.bool)
-    kind = value.dtype
+    bounds = slots.new_empty(0) if left is None else left.long()
+    reach = value.new_empty(0) if below is None else below.to(value.dtype)
+    values, left_of_row, least = (part.contiguous().numpy() for part in (value, bounds, reach))
     _choose(
-        value.contiguous().numpy(), (slots.new_empty(0) if left is None else left.long().contiguous()).numpy(), left is not None,
-        (value.new_empty(0) if below is None else below.to(kind).contiguous()).numpy(), below is not None, terms.threshold,
-        terms.layers_left, slots.numpy(), is_taken.numpy(),
+        values, left_of_row, left is not None, least, below is not None, terms.threshold, terms.layers_left,
+        slots.numpy(), is_taken.numpy(),
     )  # fmt: skip
     return slots, is_taken
 
