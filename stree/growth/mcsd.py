@@ -98,8 +98,8 @@ class TargetInit(BaseGrowth):
 
     The branch with most accepted tokens is taken, whatever its first token, so the text does not have the target's
     distribution, at temperature 0 as well: ``generate`` runs this growth with ``allow_lossy=True`` only, for
-    comparison.  With one candidate it is a chain behind the ordinary bonus token, and lossless.  The draft's top-k and
-    top-p are applied to the candidates' distribution once more.
+    comparison.  With one candidate it is a chain behind the ordinary bonus token, lossless without top-p: the draft's
+    top-k and top-p are applied to the candidates' distribution once more, and a second top-p cuts deeper.
 
     Args:
         width: candidates.
