@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.convert_frame import compile_lock
@@ -23,7 +24,8 @@ from stree.kernels.dispatch import as_on_device
 
 __all__ = ["CompiledFunction", "compile_lock"]
 
-CONFIG = {"size_asserts": False}  # only tensors of the right sizes are passed
+# Only tensors of the right sizes are passed.  Since 2.14 torch reads some symbolic sizes for these checks alone.
+CONFIG = {"size_asserts": torch.__version__ >= "2.14"}
 # What a linear layer's sum over products reads is computed before it, not anew for each of its rows.
 ONE_ROW = {"realize_acc_reads_threshold": 1}
 
