@@ -76,7 +76,8 @@ class PrefixCache:
                 return
             old = self._kept.pop(prefix.key, None)
             self.num_bytes -= 0 if old is None else old.num_bytes
-            prefix = old if old is not None and prefix.logits is None else prefix  # an answer of one token has no more
+            if old is not None and prefix.logits is None:
+                prefix = old  # a request of one new token leaves no next logits, which the older state has
             if prefix.num_bytes > self.max_bytes:
                 return
             self._kept[prefix.key] = prefix

@@ -55,10 +55,10 @@ class TypicalAcceptance(Verifier):
         is_accepted[:, 0] = True
         ancestors = tree.ancestor_mask
         is_reached = ~(ancestors & ~is_accepted[:, None]).any(-1) & ~tree.is_padding
-        of_path = of_token.masked_fill(torch.arange(of_token.shape[1], device=of_token.device) == 0, 1).log()
-        of_path = (ancestors * of_path.clamp(min=-1e4)[:, None]).sum(-1)
+        of_token[:, 0] = 1  # the root is no guess
+        log_probs = (ancestors * of_token.log().clamp(min=-1e4)[:, None]).sum(-1)  # of paths
         depths = tree.depths.masked_fill(~is_reached, -1)
-        best = of_path.masked_fill(depths < depths.amax(1, keepdim=True), -torch.inf).argmax(1)
+        best = log_probs.masked_fill(depths < depths.amax(1, keepdim=True), -torch.inf).argmax(1)
         is_on = ancestors.gather(1, best.view(-1, 1, 1).expand(-1, 1, ancestors.shape[2])).squeeze(1)
         path, path_lengths, leaf = deepest(tree, is_accepted & is_on, max_depth)
         after = probs.take_along_dim(leaf[:, None, None], 1).squeeze(1)
