@@ -1,18 +1,21 @@
 """Linear layers on a CPU, for the few rows of a tree and the many of a prompt: faster than torch's ``linear``.
 
 Many rows run on a copy of the weight in oneDNN's layout.  A few rows run on one thread by numba's code, which reads the
-weight as it is stored.  One thread of an AMD processor, whole forwards in float32, oneDNN's time over numba's: the
-bundled target 1.56 for 2 rows, 1.28 for 4, 1.21 for 8 and 1.03 for 16; Mamba-2 129M, of large weights, 1.34, 1.02, 0.88
-and 0.82.  In bfloat16 that one takes by numba's code 0.84 of the time for one row (not compiled) and 0.78 for 2, and
-more for 4.  It was not timed on Intel's processors, where MKL is the fastest for up to three rows.  With several
-threads oneDNN multiplies four rows faster than one or two by a large weight, which a cache does not hold; they are
-repeated.  In a compiled function one row is a sum over products, which inductor fuses with its neighbours; by a large
-weight in float32 numba's code is the faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.
+weight as it is stored.  One thread of an AMD processor with AVX-512, whole forwards in float32, oneDNN's time over
+numba's (of an earlier version, which multiplied four rows by four outputs): the bundled target 1.56 for 2 rows, 1.28
+for 4, 1.21 for 8 and 1.03 for 16; Mamba-2 129M, of large weights, 1.34, 1.02, 0.88 and 0.82.  In bfloat16 that one
+takes by numba's code 0.84 of the time for one row (not compiled) and 0.78 for 2, and more for 4.  It was not timed on
+Intel's processors, where MKL is the fastest for up to three rows.  With several threads oneDNN multiplies four rows
+faster than one or two by a large weight, which a cache does not hold; they are repeated.  In a compiled function one
+row is a sum over products, which inductor fuses with its neighbours; by a large weight in float32 numba's code is the
+faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.
 
-Where oneDNN does not pack bfloat16, as on x86 without AVX-512, torch multiplies by it slowly: up to 16 rows run by
-numba's code on any number of threads, more of them in float32 by pieces of the weight.  One thread of an AMD processor
-of that kind, Mamba-2 129M, not compiled, time over torch's own: 0.90 for one row, 0.38 for 4, 0.28 for 16, 0.27 for 64,
-0.27 for a prompt of 512.
+On an AMD processor without AVX-512 oneDNN's time for Mamba-2 129M in float32, not compiled, over numba's is 2.3 for one
+row, 1.7 for 4, 1.7 for 8, 1.5 for 16 and 0.96 for 32 on one thread, and on two, of which numba's code has one, 1.5,
+1.3, 1.2, 1.04 and 0.92.  Where oneDNN does not pack bfloat16, as on x86 without AVX-512, torch multiplies by it slowly:
+up to 16 rows run by numba's code on any number of threads, more of them in float32 by pieces of the weight.  One thread
+of an AMD processor of that kind, Mamba-2 129M, not compiled, an earlier version's time over torch's own: 0.90 for one
+row, 0.38 for 4, 0.28 for 16, 0.27 for 64, 0.27 for a prompt of 512.
 """
 
 from __future__ import annotations
@@ -205,13 +208,14 @@ def _suits_numba(weight: Tensor) -> bool:
 
     The weight is one that ``_is_supported``.
     """
-    is_faster = not _onednn_packs(weight.dtype) or (torch.get_num_threads() == 1 and not _mkl_rows())
+    threads = 1 if _onednn_packs(torch.bfloat16) else 2  # x86 with AVX-512, and without
+    is_faster = not _onednn_packs(weight.dtype) or (torch.get_num_threads() <= threads and not _mkl_rows())
     return is_faster and weight.is_contiguous()
 
 
 def _few(weight: Tensor) -> int:
     """Return up to how many rows numba's code is the faster for a weight."""
-    if not _onednn_packs(weight.dtype):
+    if not _onednn_packs(torch.bfloat16):
         return FEW
     if weight.dtype == torch.bfloat16:
         return FEW_IN_BFLOAT16

@@ -33,7 +33,7 @@ def linear(x: Tensor, weight: Array) -> Tensor:
     num_out, num_in = weight.shape
     y = x.new_empty((*x.shape[:-1], num_out), dtype=torch.float32)
     rows = x.float().contiguous().numpy().reshape(-1, num_in)
-    multiply = _products_of_row if len(rows) == 1 and weight.dtype == np.uint16 else _products
+    multiply = _products_of_row if len(rows) == 1 else _products
     multiply(rows, weight, y.numpy().reshape(-1, num_out))
     return y
 
@@ -52,35 +52,32 @@ def _compiled_number(stored: Any) -> Any:
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)  # sums in any order; no number is assumed finite
 def _products(x: Array, weight: Array, y: Array) -> None:
-    """Multiply four rows by four outputs at a time, so that each number that is loaded takes part in four products.
+    """Multiply four rows by three outputs at a time: twelve sums, three weights and a row fill 16 vector registers.
 
-    The four outputs lie a quarter of the weight apart: the processor then fetches four long runs of memory ahead.
-    The last argument is written; what does not divide by four is computed again.
+    The three outputs lie a third of the weight apart: the processor then fetches three long runs of memory ahead.
+    The last argument is written; what does not divide by four or three is computed again.
     """
-    last_row, last, quarter = len(x) - 1, len(weight) - 1, (len(weight) + 3) // 4
-    for o0 in range(quarter):
-        o1, o2, o3 = min(o0 + quarter, last), min(o0 + 2 * quarter, last), min(o0 + 3 * quarter, last)
+    last_row, last, third = len(x) - 1, len(weight) - 1, (len(weight) + 2) // 3
+    for o0 in range(third):
+        o1, o2 = min(o0 + third, last), min(o0 + 2 * third, last)
         for r0 in range(0, len(x), 4):
             r1, r2, r3 = min(r0 + 1, last_row), min(r0 + 2, last_row), min(r0 + 3, last_row)
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0)
-            c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = np.float32(0)
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = np.float32(0)
             for i in range(x.shape[1]):
-                w0, w1 = _number(weight[o0, i]), _number(weight[o1, i])
-                w2, w3 = _number(weight[o2, i]), _number(weight[o3, i])
+                w0, w1, w2 = _number(weight[o0, i]), _number(weight[o1, i]), _number(weight[o2, i])
                 x0, x1, x2, x3 = x[r0, i], x[r1, i], x[r2, i], x[r3, i]
-                a0, a1, a2, a3 = a0 + w0 * x0, a1 + w0 * x1, a2 + w0 * x2, a3 + w0 * x3
-                b0, b1, b2, b3 = b0 + w1 * x0, b1 + w1 * x1, b2 + w1 * x2, b3 + w1 * x3
-                c0, c1, c2, c3 = c0 + w2 * x0, c1 + w2 * x1, c2 + w2 * x2, c3 + w2 * x3
-                d0, d1, d2, d3 = d0 + w3 * x0, d1 + w3 * x1, d2 + w3 * x2, d3 + w3 * x3
+                a0, b0, c0 = a0 + w0 * x0, b0 + w1 * x0, c0 + w2 * x0
+                a1, b1, c1 = a1 + w0 * x1, b1 + w1 * x1, c1 + w2 * x1
+                a2, b2, c2 = a2 + w0 * x2, b2 + w1 * x2, c2 + w2 * x2
+                a3, b3, c3 = a3 + w0 * x3, b3 + w1 * x3, c3 + w2 * x3
             y[r0, o0], y[r1, o0], y[r2, o0], y[r3, o0] = a0, a1, a2, a3
             y[r0, o1], y[r1, o1], y[r2, o1], y[r3, o1] = b0, b1, b2, b3
             y[r0, o2], y[r1, o2], y[r2, o2], y[r3, o2] = c0, c1, c2, c3
-            y[r0, o3], y[r1, o3], y[r2, o3], y[r3, o3] = d0, d1, d2, d3
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
 def _products_of_row(x: Array, weight: Array, y: Array) -> None:
-    """Multiply one row by a bfloat16 weight: computed four times, as above, it would take longer than reading it."""
+    """Multiply one row by four outputs at a time; computed four times, as above, it would take longer than reading."""
     last, quarter = len(weight) - 1, (len(weight) + 3) // 4
     for o0 in range(quarter):
         o1, o2, o3 = min(o0 + quarter, last), min(o0 + 2 * quarter, last), min(o0 + 3 * quarter, last)

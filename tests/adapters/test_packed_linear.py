@@ -22,7 +22,7 @@ from stree.models.packed_linear import pack_linears
 def onednn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply as with several threads on a processor that is not Intel's."""
     monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: 0)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
 def _error(layer: nn.Linear, x: Tensor) -> float:
@@ -42,7 +42,7 @@ def _packed(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
 
 @pytest.mark.parametrize("shape", [(48,), (1, 1, 48), (2, 1, 48), (3, 48), (4, 48), (2, 3, 5, 48), (0, 48)])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("mkl_rows", "threads"), [(0, 1), (0, 2), (3, 1)], ids=["numba", "oneDNN", "MKL to 3 rows"])
+@pytest.mark.parametrize(("mkl_rows", "threads"), [(0, 1), (0, 3), (3, 1)], ids=["numba", "oneDNN", "MKL to 3 rows"])
 def test_products_of_any_shape(
     shape: tuple[int, ...], bias: bool, mkl_rows: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,14 +187,29 @@ def test_few_rows_run_on_the_weight_as_stored_on_an_intel_processor(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": processor})
     monkeypatch.setattr(packed_linear, "_mkl_rows", packed_linear._mkl_rows.__wrapped__)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     layer = _packed(bias=False)
-    for count in (1, 3, 4):
-        x = torch.randn(count, 48)
-        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            layer(x)
-        stored = not any("_linear_pointwise" in event.key for event in profile.key_averages())
-        assert stored == (count <= rows)
+    assert [_reads_stored_weight(layer, count) for count in (1, 3, 4)] == [count <= rows for count in (1, 3, 4)]
+
+
+@pytest.mark.parametrize(("avx512", "threads", "most"), [(True, 1, 4), (True, 2, 0), (False, 2, 16), (False, 3, 0)])
+def test_few_rows_run_on_the_weight_as_stored_on_few_threads(
+    avx512: bool, threads: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "_onednn_packs", lambda dtype: avx512 or dtype == torch.float32)
+    monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: 0)
+    monkeypatch.setattr(packed_linear, "LARGE", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    layer = _packed(bias=False)
+    assert [_reads_stored_weight(layer, count) for count in (1, 4, 5, 16, 17)] == [
+        count <= most for count in (1, 4, 5, 16, 17)
+    ]
+
+
+def _reads_stored_weight(layer: nn.Linear, rows: int) -> bool:
+    with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(torch.randn(rows, 48))
+    return not any("_linear_pointwise" in event.key for event in profile.key_averages())
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
