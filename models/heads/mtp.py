@@ -164,7 +164,10 @@ def load_speculators_mtp(
         layer_config: a config of transformers, ``transformer_layer_config`` in its config.json.
         refinement: what a recipe of training added to it.
     """
-    prefix = SPECULATORS.prefix
+    prefix, width = SPECULATORS.prefix, target.model.get_input_embeddings().weight.shape[1]
+    if layer_config.hidden_size != width:  # all of its own tensors fit each other
+        what = f"draft head {str(source)!r} must have hidden_size {width}, the target's"
+        raise ValueError(f"{what}, got {layer_config.hidden_size}")
     tensors = read_tensors(source, lambda name: name.startswith(prefix), str(target.device))
     rest = {name.removeprefix(prefix): value for name, value in tensors.items()}
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(layer_config)]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
+from helpers.tiny_family_models import built
 from helpers.tiny_heads import LAYOUTS, save_with_mtp, target_and_head
 from helpers.tiny_models import Outer
 from helpers.tiny_pairs import save_tiny
@@ -21,6 +22,7 @@ from torch import Tensor
 
 import stree
 from stree.cli import main
+from stree.distill.heads import new_head
 from stree.drafters import HeadDrafter, NoDrafter
 from stree.models.heads.mtp import load_mtp
 
@@ -146,6 +148,9 @@ def test_layers_of_other_sizes_and_families_are_refused(tmp_path: Path) -> None:
         load_mtp(target_and_head()[0], tmp_path)
     with pytest.raises(ValueError, match="the drafter has 61 tokens, the target 97"):
         stree.generate(target_and_head()[0], [[1]], HeadDrafter(target_and_head(vocab_size=61)[1]))
+    new_head(target_and_head()[0], "mtp", 0).save(tmp_path)
+    with pytest.raises(ValueError, match="must have hidden_size 48, the target's, got 32"):
+        stree.heads.load(tmp_path, stree.TreeLM(built("qwen3_next", hidden_size=48)))
 
 
 def test_the_command_line_names_the_layers_and_drafts_with_them(
