@@ -16,6 +16,9 @@ from stree.drafters import Drafter, NoDrafter, SuffixDrafter, check_vocabulary, 
 from stree.drafters.overlapped import OverlappedDrafter
 from stree.drafters.target_init import drafter_and_verifier
 from stree.growth import Growth, sized_growth
+from stree.models.heads.causal import CausalHead
+from stree.models.heads.dflash_head import OneShotHead
+from stree.models.hidden_states import check_hidden_layers
 from stree.models.tree_lm import TreeLM
 from stree.verify import LONGEST, Verifier, name_of, verifier_of
 
@@ -40,8 +43,8 @@ class Settings:
 
     Raises:
         TypeError: an object or a number of another kind.
-        ValueError: a number out of its range, another name, models of two vocabularies or on two devices, or a model
-            that was moved since it was patched.
+        ValueError: a number out of its range, another name, models of two vocabularies or on two devices, a head
+            for a target of other sizes, or a model that was moved since it was patched.
         RuntimeError: a model in training mode, or one that would run under autocast.
     """
 
@@ -87,6 +90,13 @@ class Settings:
             check_vocabulary(model, lm.vocab_size)
             if model.device != lm.device:
                 raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
+            if isinstance(model, (CausalHead, OneShotHead)) and isinstance(lm, TreeLM):
+                width = lm.model.get_input_embeddings().weight.shape[1]
+                if model.num_features != width:
+                    raise ValueError(
+                        f"draft head must have hidden_size {width}, the target's, got {model.num_features}"
+                    )
+                check_hidden_layers(model.hidden_layers, lm.num_layers)
         for model in (lm, *self.drafter.models):
             if isinstance(model, TreeLM):  # anything with its methods may be passed in its place
                 model.check_ready()

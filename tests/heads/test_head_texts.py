@@ -15,7 +15,9 @@ import torch
 from helpers.captured import captured
 from helpers.fast_cases import slow_unless
 from helpers.head_steps import TEXTS
+from helpers.tiny_family_models import built
 from helpers.tiny_heads import target_and_block_head, target_and_head, target_and_slot_head, tiny_target
+from helpers.tiny_models import tiny_model
 from torch import Tensor
 
 import stree
@@ -163,3 +165,15 @@ def test_tokens_that_a_head_cannot_keep_are_refused() -> None:
             HeadDrafter(head, vocab=kept)
     with pytest.raises(NotImplementedError, match="selector"):
         HeadDrafter(target_and_block_head("llama", "dflash2")[1], vocab=[1, 2])
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "specblock"])
+def test_a_loaded_head_of_a_target_of_other_sizes_is_refused_before_anything_runs(kind: str) -> None:
+    head = pair("llama" if kind == "dflash" else "qwen3_next" if kind == "mtp" else "bamba", kind)[1]
+    wider = stree.TreeLM(built("qwen3_next", vocab_size=97, hidden_size=48))
+    for drafter in (HeadDrafter(head), FusedDrafter(HeadDrafter(head), SuffixDrafter())):
+        with pytest.raises(ValueError, match="must have hidden_size 48, the target's, got 32"):
+            stree.Engine(wider, drafter)
+    if kind == "specblock":
+        with pytest.raises(ValueError, match="to 1, the last layer"):
+            stree.Engine(stree.TreeLM(tiny_model("llama", num_hidden_layers=1)), head)
