@@ -21,6 +21,7 @@ __all__ = [
     "check_first",
     "check_mixer",
     "check_path",
+    "check_peft",
     "check_rotary",
     "check_rows",
     "is_integer",
@@ -84,6 +85,23 @@ def _check_plain(mixer: Any) -> None:
                     f"{path}{'.' * bool(path)}{name} of {type(mixer).__name__} holds {describe(tensor)}, quantised, "
                     "but trees read it; leave it out of the quantisation (modules_to_not_convert)"
                 )
+
+
+def check_peft(model: Any) -> None:
+    """Refuse adapters of peft that change a text by more than the modules that trees call.
+
+    Raises:
+        NotImplementedError: prompt learning, whose virtual tokens are no part of the text, or an activated LoRA, whose
+            place in the text only a call with the whole text determines.
+    """
+    outer = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", model)  # while peft generates
+    for name, config in getattr(outer, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            raise NotImplementedError(
+                f"the adapter {name!r} of peft ({kind}) learns virtual tokens or is activated by tokens of the text, "
+                "which trees cannot follow; adapters that change modules, as plain LoRA, are supported"
+            )
 
 
 def check_rotary(model: Any) -> None:

@@ -14,7 +14,7 @@ from stree.checks import check_counts
 from stree.kernels.dispatch import has_triton
 from stree.kernels.topology import most_nodes
 from stree.models.bounded_scan import memory_bounded
-from stree.models.checks import model_change, weight_places
+from stree.models.checks import check_peft, model_change, weight_places
 from stree.models.families import cache_argument, family_of, stateful_modules
 from stree.models.fused.fused_layers import FUSED, fused_scope, patch_fused_layers
 from stree.models.hidden_states import patch_for_recording, recording, stacked
@@ -50,6 +50,7 @@ class PatchedModel:
             raise TypeError(
                 f"model must be a loaded transformers model (TreeLM.from_pretrained loads), got {model!r:.80}"
             )
+        check_peft(model)
         self.family = family_of(model.config)
         self.cache_argument = cache_argument(type(model.get_decoder()))
         found = stateful_modules(model, self.family)
@@ -227,7 +228,8 @@ class PatchedModel:
         return logits, stacked(recorded, hidden_layers, self.dtype, logits.device)
 
     def check_mode(self) -> None:
-        """Refuse training mode and autocast: states, stashes and caches have the dtype of the weights."""
+        """Refuse training mode, some adapters of peft, and autocast: states have the dtype of the weights."""
+        check_peft(self.model)
         if self.model.training:
             raise RuntimeError("the model is in training mode, in which its logits are random; call its eval() first")
         kind = self.device.type

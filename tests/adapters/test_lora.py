@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from helpers.tiny_family_models import EVERY_ADAPTER, family_model, matrix
 from helpers.tiny_models import TOLERANCE, Outer
 from torch import Tensor, nn
 
+import stree
 from stree import TreeLM
 from stree.models.families import family_of, stateful_modules
 from stree.models.prefill_memory import prefill_bytes
@@ -193,3 +195,18 @@ def test_hidden_states_and_the_self_check_are_those_of_the_model_inside_another(
     torch.testing.assert_close(hidden, torch.stack([wanted[1], wanted[-1]], 2))
     lm.self_check()
     assert prefill_bytes(lm, 1, 64) == prefill_bytes(TreeLM(family_model("falcon_h1")), 1, 64) > 0
+
+
+@pytest.mark.parametrize("config", [{"is_prompt_learning": True}, {"alora_invocation_tokens": [5, 6]}])
+def test_adapters_of_peft_that_change_more_than_modules_are_refused(config: dict[str, Any]) -> None:
+    text, model = torch.tensor([[1, 2, 3]]), family_model("llama")
+    holder = types.SimpleNamespace(peft_config={"soft": types.SimpleNamespace(peft_type="A_TYPE", **config)})
+    model.generate(text, max_new_tokens=1, custom_generate=stree.custom_generate)  # keeps a TreeLM
+    prepare = type(model).prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = types.MethodType(lambda _, *args, **kw: prepare(model, *args, **kw), holder)
+    with pytest.raises(NotImplementedError, match=r"the adapter 'soft' of peft \(A_TYPE\) learns virtual tokens or is"):
+        model.generate(text, max_new_tokens=1, custom_generate=stree.custom_generate)
+    del model.prepare_inputs_for_generation
+    model.peft_config = holder.peft_config
+    with pytest.raises(NotImplementedError, match="adapters that change modules, as plain LoRA, are supported"):
+        TreeLM(model)
