@@ -47,10 +47,11 @@ def generate_with(model: PreTrainedModel, inputs: Tensor | None, options: Mappin
     if not criteria or ids is None or len(ids) == 1:
         return generate(ids, **options)
     configs = options.get("generation_config"), model.generation_config
-    padding = [options.get("pad_token_id"), *(getattr(config, "pad_token_id", None) for config in configs), 0]
+    names = "pad_token_id", "eos_token_id"  # transformers pads with the second where there is no first
+    padding = [place for name in names for place in (options.get(name), *(getattr(c, name, None) for c in configs))]
     rows = _one_by_one(generate, ids, options.pop("attention_mask", torch.ones_like(ids)), options)
-    filler = next(token for token in padding if token is not None)
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=filler)
+    filler = torch.as_tensor(next(token for token in (*padding, 0) if token is not None)).flatten()[0]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(filler))
 
 
 def _drafter(model: PreTrainedModel, drafter: Any) -> Drafter:
@@ -72,11 +73,12 @@ def _one_by_one(generate: Any, ids: Tensor, mask: Tensor, options: dict[str, Any
     if options.get("return_dict_in_generate"):
         raise NotImplementedError("a batch with stopping criteria returns token ids, not return_dict_in_generate")
     criteria = options.pop("stopping_criteria")
-    rows = []
+    rows: list[Tensor] = []
     for row in range(len(ids)):
+        if "seed" in options:
+            options["seed"] += bool(row)  # a row has random numbers of its own
         own = StoppingCriteriaList([_EveryRow(criterion, len(ids)) for criterion in criteria])
-        found = generate(ids[row : row + 1], attention_mask=mask[row : row + 1], stopping_criteria=own, **options)
-        rows.append(found[0])
+        rows += generate(ids[row : row + 1], attention_mask=mask[row : row + 1], stopping_criteria=own, **options)
     return rows
 
 

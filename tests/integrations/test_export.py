@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.calls import error_of
 from helpers.tiny_pairs import save_tiny
-from transformers import AutoModelForCausalLM, StoppingCriteria
+from transformers import AutoModelForCausalLM, MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 
 from stree.cli import main
 from stree.inputs import ASSETS
@@ -95,6 +95,26 @@ def test_criteria_that_look_at_a_whole_batch_end_each_row_on_its_own(folder: str
     found = model.generate(IDS, attention_mask=MASK, stopping_criteria=[Ended(2)], **options).tolist()
     width = max(map(len, texts))
     assert found == [text + [0] * (width - len(text)) for text in texts]
+
+
+def test_rows_under_criteria_are_sampled_each_on_its_own_and_none_is_lost(folder: str, target_folder: str) -> None:
+    options: dict[str, Any] = {"custom_generate": folder, "trust_remote_code": True, **NEW, "do_sample": True}
+    model, twice = model_of(target_folder), IDS[:1].expand(2, -1)
+    found = model.generate(twice, stopping_criteria=[Ended(2)], num_return_sequences=2, seed=1, **options)
+    assert len({tuple(text) for text in found.tolist()}) == 4
+
+
+def test_rows_under_criteria_are_padded_as_in_transformers(folder: str, target_folder: str) -> None:
+    model = model_of(target_folder)
+    model.generation_config.pad_token_id = None
+    new = {**NEW, "pad_token_id": None}
+    text = model.generate(IDS[:1], attention_mask=MASK[:1], **new)[0].tolist()
+    options: dict[str, Any] = {"attention_mask": MASK, "eos_token_id": [text[7], 96], **new}
+    wanted = model.generate(IDS, **options)
+    options |= {"custom_generate": folder, "trust_remote_code": True}
+    criteria = StoppingCriteriaList([MaxLengthCriteria(30)])
+    assert model.generate(IDS, stopping_criteria=criteria, **options).equal(wanted)
+    assert int((wanted == text[7]).sum()) > 2, "a row is padded"
 
 
 def test_a_model_s_own_folder_gets_one_file_and_a_copy_has_no_links(target_folder: str, tmp_path: Path) -> None:
