@@ -122,7 +122,7 @@ def generate(
             transformers' processors are; called last, for every node that the target may reach, with the text that
             ends there, and for the draft model's likewise.  It must depend on nothing but its arguments.  With one,
             steps are not captured as CUDA graphs.
-        seed: of the random numbers, or one for each prompt, whose text then also depends on its place among the prompts.
+        seed: of the random numbers, or one for each prompt, whose text then depends on its place in the list as well.
         num_samples: texts of every prompt, those of one prompt together, each with random numbers of its own.  They
             share steps, so that the default budget is "auto", not 16, as for several prompts.
 
