@@ -94,7 +94,8 @@ def check_peft(model: Any) -> None:
         NotImplementedError: prompt learning, whose virtual tokens are no part of the text, or an activated LoRA, whose
             place in the text only a call with the whole text determines.
     """
-    outer = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", model)  # while peft generates
+    # While a PeftModel generates, the model inside has the PeftModel's method, and only that leads to it.
+    outer = getattr(getattr(model, "prepare_inputs_for_generation", None), "__self__", model)
     for name, config in getattr(outer, "peft_config", {}).items():
         if getattr(config, "is_prompt_learning", False) or getattr(config, "alora_invocation_tokens", None):
             kind = getattr(config.peft_type, "value", config.peft_type)

@@ -17,7 +17,7 @@ from torch import Tensor
 from stree.models.fused.lazy_residual import LazyResidual
 from stree.models.patching import unpatched_forward, wrap_forward
 
-__all__ = ["FINAL_NORM", "check_hidden_layers", "patch_for_recording", "recording", "stacked"]
+__all__ = ["FINAL_NORM", "check_hidden_layers", "check_hidden_size", "patch_for_recording", "recording", "stacked"]
 
 FINAL_NORM = -1  # as in transformers' hidden_states[-1]
 
@@ -39,6 +39,17 @@ def check_hidden_layers(layers: Sequence[int] | None, num_layers: int) -> None:
             f"hidden_layers must be integers from 0, the embeddings, to {num_layers}, the last layer, or {FINAL_NORM} "
             f"for the output of the final norm; got {layers}"
         )
+
+
+def check_hidden_size(hidden_size: int, model: Any, head: str = "draft head") -> None:
+    """Refuse a draft head that was made for hidden states of another size than a model's.
+
+    Raises:
+        ValueError: it was.
+    """
+    own = model.get_input_embeddings().weight.shape[1]
+    if hidden_size != own:
+        raise ValueError(f"{head} must have hidden_size {own}, the target's, got {hidden_size}")
 
 
 def patch_for_recording(model: Any) -> None:

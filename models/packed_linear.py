@@ -208,14 +208,14 @@ def _suits_numba(weight: Tensor) -> bool:
 
     The weight is one that ``_is_supported``.
     """
-    threads = 1 if _onednn_packs(torch.bfloat16) else 2  # x86 with AVX-512, and without
+    threads = 1 if _onednn_packs(torch.bfloat16) else 2  # two on x86 without AVX-512
     is_faster = not _onednn_packs(weight.dtype) or (torch.get_num_threads() <= threads and not _mkl_rows())
     return is_faster and weight.is_contiguous()
 
 
 def _few(weight: Tensor) -> int:
     """Return up to how many rows numba's code is the faster for a weight."""
-    if not _onednn_packs(torch.bfloat16):
+    if not _onednn_packs(torch.bfloat16):  # x86 without AVX-512
         return FEW
     if weight.dtype == torch.bfloat16:
         return FEW_IN_BFLOAT16

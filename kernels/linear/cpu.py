@@ -52,7 +52,7 @@ def _compiled_number(stored: Any) -> Any:
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)  # sums in any order; no number is assumed finite
 def _products(x: Array, weight: Array, y: Array) -> None:
-    """Multiply four rows by three outputs at a time: twelve sums, three weights and a row fill 16 vector registers.
+    """Multiply four rows by three outputs at a time: twelve sums, three weights and a row fill AVX2's 16 registers.
 
     The three outputs lie a third of the weight apart: the processor then fetches three long runs of memory ahead.
     The last argument is written; what does not divide by four or three is computed again.
@@ -77,7 +77,7 @@ def _products(x: Array, weight: Array, y: Array) -> None:
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
 def _products_of_row(x: Array, weight: Array, y: Array) -> None:
-    """Multiply one row by four outputs at a time; computed four times, as above, it would take longer than reading."""
+    """Multiply one row by four outputs at a time; ``_products`` would compute the row four times."""
     last, quarter = len(weight) - 1, (len(weight) + 3) // 4
     for o0 in range(quarter):
         o1, o2, o3 = min(o0 + quarter, last), min(o0 + 2 * quarter, last), min(o0 + 3 * quarter, last)

@@ -20,7 +20,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.refinements import Fusion, Refinement
 from stree.models.heads.weights import assign, fused_experts, read_tensors, tensor_files
-from stree.models.hidden_states import FINAL_NORM
+from stree.models.hidden_states import FINAL_NORM, check_hidden_size
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["MtpFusion", "load_mtp", "load_speculators_mtp", "mtp_files"]
@@ -164,10 +164,8 @@ def load_speculators_mtp(
         layer_config: a config of transformers, ``transformer_layer_config`` in its config.json.
         refinement: what a recipe of training added to it.
     """
-    prefix, width = SPECULATORS.prefix, target.model.get_input_embeddings().weight.shape[1]
-    if layer_config.hidden_size != width:  # all of its own tensors fit each other
-        what = f"draft head {str(source)!r} must have hidden_size {width}, the target's"
-        raise ValueError(f"{what}, got {layer_config.hidden_size}")
+    prefix = SPECULATORS.prefix
+    check_hidden_size(layer_config.hidden_size, target.model, f"draft head {str(source)!r}")
     tensors = read_tensors(source, lambda name: name.startswith(prefix), str(target.device))
     rest = {name.removeprefix(prefix): value for name, value in tensors.items()}
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(layer_config)]

@@ -18,7 +18,7 @@ from stree.drafters.target_init import drafter_and_verifier
 from stree.growth import Growth, sized_growth
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.dflash_head import OneShotHead
-from stree.models.hidden_states import check_hidden_layers
+from stree.models.hidden_states import check_hidden_layers, check_hidden_size
 from stree.models.tree_lm import TreeLM
 from stree.verify import LONGEST, Verifier, name_of, verifier_of
 
@@ -91,11 +91,7 @@ class Settings:
             if model.device != lm.device:
                 raise ValueError(f"drafter and target must be on one device, got {model.device} and {lm.device}")
             if isinstance(model, (CausalHead, OneShotHead)) and isinstance(lm, TreeLM):
-                width = lm.model.get_input_embeddings().weight.shape[1]
-                if model.num_features != width:
-                    raise ValueError(
-                        f"draft head must have hidden_size {width}, the target's, got {model.num_features}"
-                    )
+                check_hidden_size(model.num_features, lm.model)
                 check_hidden_layers(model.hidden_layers, lm.num_layers)
         for model in (lm, *self.drafter.models):
             if isinstance(model, TreeLM):  # anything with its methods may be passed in its place

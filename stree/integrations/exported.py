@@ -46,12 +46,18 @@ def generate_with(model: PreTrainedModel, inputs: Tensor | None, options: Mappin
     criteria = options.get("stopping_criteria")
     if not criteria or ids is None or len(ids) == 1:
         return generate(ids, **options)
-    configs = options.get("generation_config"), model.generation_config
-    names = "pad_token_id", "eos_token_id"  # transformers pads with the second where there is no first
-    padding = [place for name in names for place in (options.get(name), *(getattr(c, name, None) for c in configs))]
+    filler = _padding_token(options, options.get("generation_config"), model.generation_config)
     rows = _one_by_one(generate, ids, options.pop("attention_mask", torch.ones_like(ids)), options)
-    filler = torch.as_tensor(next(token for token in (*padding, 0) if token is not None)).flatten()[0]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(filler))
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=filler)
+
+
+def _padding_token(options: Mapping[str, Any], *configs: Any) -> int:
+    """Return the token with which transformers pads texts that have ended: an end-of-text token where none is named."""
+    for name in ("pad_token_id", "eos_token_id"):
+        for token in (options.get(name), *(getattr(config, name, None) for config in configs)):
+            if token is not None:
+                return int(torch.as_tensor(token).flatten()[0])
+    return 0
 
 
 def _drafter(model: PreTrainedModel, drafter: Any) -> Drafter:
@@ -72,11 +78,11 @@ def _one_by_one(generate: Any, ids: Tensor, mask: Tensor, options: dict[str, Any
     """Generate for each row of a batch alone: criteria may look at all rows of a batch, as those of lm_eval do."""
     if options.get("return_dict_in_generate"):
         raise NotImplementedError("a batch with stopping criteria returns token ids, not return_dict_in_generate")
-    criteria = options.pop("stopping_criteria")
+    criteria, seed = options.pop("stopping_criteria"), options.pop("seed", None)
     rows: list[Tensor] = []
     for row in range(len(ids)):
-        if "seed" in options:
-            options["seed"] += bool(row)  # a row has random numbers of its own
+        if seed is not None:
+            options["seed"] = seed + row  # or rows of equal prompts would be the same
         own = StoppingCriteriaList([_EveryRow(criterion, len(ids)) for criterion in criteria])
         rows += generate(ids[row : row + 1], attention_mask=mask[row : row + 1], stopping_criteria=own, **options)
     return rows
