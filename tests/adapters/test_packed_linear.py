@@ -35,7 +35,7 @@ def _error(layer: nn.Linear, x: Tensor) -> float:
 
 def _packed(bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(0)
-    layer = nn.Linear(48, 33, bias=bias, dtype=dtype)
+    layer = nn.Linear(48, 35, bias=bias, dtype=dtype)
     pack_linears(layer)
     return layer
 
@@ -54,14 +54,14 @@ def test_products_of_any_shape(
         assert _error(layer, x) < 1e-5
         assert _error(_packed(bias, torch.bfloat16), x.bfloat16()) < 1e-2
     with torch.no_grad():
-        assert layer(x).shape == (*shape[:-1], 33)
+        assert layer(x).shape == (*shape[:-1], 35)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 17, 40])
+@pytest.mark.parametrize("rows", [1, 3, 5, 16, 17, 40])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_in_bfloat16_that_onednn_does_not_pack(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_linear, "_onednn_packs", lambda dtype: dtype == torch.float32)
-    monkeypatch.setattr(packed_linear, "PIECE", 480)  # ten of 33 outputs
+    monkeypatch.setattr(packed_linear, "PIECE", 480)  # ten of 35 outputs
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
     layer = _packed(bias, torch.bfloat16)
     monkeypatch.setattr(torch.nn.functional, "linear", _only_float32)
@@ -100,7 +100,7 @@ def test_a_weight_that_would_take_the_memory_of_the_packed_one_is_packed() -> No
     layer, x = _packed(), torch.randn(40, 48)
     for _ in range(8):
         layer.weight = None  # type: ignore[assignment]
-        layer.weight = nn.Parameter(torch.randn(33, 48))
+        layer.weight = nn.Parameter(torch.randn(35, 48))
         assert _error(layer, x) < 1e-5
 
 
