@@ -2,13 +2,15 @@
 
 Many rows run on a copy of the weight in oneDNN's layout.  A few rows run on one thread by numba's code, which reads the
 weight as it is stored.  One thread of an AMD processor with AVX-512, whole forwards in float32, oneDNN's time over
-numba's (of an earlier version, which multiplied four rows by four outputs): the bundled target 1.56 for 2 rows, 1.28
+numba's (of an earlier version, as fast within 3 %): the bundled target 1.56 for 2 rows, 1.28
 for 4, 1.21 for 8 and 1.03 for 16; Mamba-2 129M, of large weights, 1.34, 1.02, 0.88 and 0.82.  In bfloat16 that one
 takes by numba's code 0.84 of the time for one row (not compiled) and 0.78 for 2, and more for 4.  It was not timed on
 Intel's processors, where MKL is the fastest for up to three rows.  With several threads oneDNN multiplies four rows
 faster than one or two by a large weight, which a cache does not hold; they are repeated.  In a compiled function one
-row is a sum over products, which inductor fuses with its neighbours; by a large weight in float32 numba's code is the
-faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.
+row in float32 is a sum over products, which inductor fuses with its neighbours; by a large weight numba's code is the
+faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.  In bfloat16 inductor's sums are slow on
+some processors: a node of Mamba-2 129M takes 29.8 ms on one thread of an AMD processor (Zen 5), 9.6 by numba's code,
+and 16.8 on two, 8.8 by oneDNN.
 
 On an AMD processor without AVX-512 oneDNN's time for Mamba-2 129M in float32, not compiled, over numba's is 2.3 for one
 row, 1.7 for 4, 1.7 for 8, 1.5 for 16 and 0.96 for 32 on one thread, and on two, of which numba's code has one, 1.5,
@@ -246,20 +248,16 @@ def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Te
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
     if isinstance(x, FakeTensor):  # the call is being traced
         is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
-        is_bfloat16 = weight.dtype == torch.bfloat16  # which both read at the same speed, where oneDNN packs it
-        is_fused = is_bfloat16 or weight.nbytes < LARGE or not _suits_numba(weight)
-        if is_one_row and is_fused and _onednn_packs(weight.dtype):
+        if is_one_row and weight.dtype == torch.float32 and (weight.nbytes < LARGE or not _suits_numba(weight)):
             return _one_row(x, weight, bias)
         return torch.ops.stree.packed_linear(x, weight, bias, packed.number)  # type: ignore[no-any-return]
     return packed.linear(x, weight, bias)
 
 
 def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute x weight^T + bias for one row as a sum over products in float32, which inductor fuses."""
-    y = (weight.float() * x.reshape(1, -1).float()).sum(-1)
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(x.dtype).view(*x.shape[:-1], -1)
+    """Compute x weight^T + bias for one row as a sum over products, which inductor fuses."""
+    y = (weight * x.reshape(1, -1)).sum(-1)
+    return (y if bias is None else y + bias).view(*x.shape[:-1], -1)
 
 
 def _linear_of_number(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
