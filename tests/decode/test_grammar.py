@@ -5,6 +5,7 @@ Run: python -m pytest tests/decode/test_grammar.py
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from helpers.captured import captured, launched, near_drafter
 from helpers.fast_cases import slow_unless
 from helpers.grammars import END, letters_tokenizer, masked, regular
 from helpers.tiny_models import VOCAB, path_to, random_tree, real_nodes, right_padded, tiny_model
+from tokenizers import normalizers
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -149,6 +151,16 @@ def test_tokens_that_are_forced_are_verified_at_once_without_a_draft() -> None:
 def test_a_text_that_nothing_can_follow_ends_without_a_stop_token(stops: list[int]) -> None:
     out = stree.generate(launched(), PROMPTS, **way("model"), **options(["cab", "ab", "b"], stop_token_ids=stops))
     assert out.new_tokens == [[3, 1, 2], [1, 2], [2]] and set(out.stats["finish_reasons"]) == {"stop"}
+
+
+@pytest.mark.parametrize(("normalizer", "text"), [(normalizers.NFC(), "e\u0301ne"), (None, "n<end>e")])
+def test_certain_characters_that_the_tokenizer_changes_are_written_as_they_are(normalizer: Any, text: str) -> None:
+    tokenizer = copy.deepcopy(letters_tokenizer("eÌģÃ©<nd>"))  # the bytes of a combining accent, and those of é
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    for drafts in ("none", "suffix", "model"):
+        given = {**options([text] * 3, max_new_tokens=12), "tokenizer": tokenizer}
+        out = stree.generate(launched(), PROMPTS, **way(drafts), **given)
+        assert {tokenizer.decode(new) for new in out.new_tokens} == {text}
 
 
 def test_a_text_that_is_whole_goes_on_where_no_stop_token_is_wanted() -> None:
