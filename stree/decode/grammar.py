@@ -250,7 +250,10 @@ def _tokens_of(tokenizer: Any, vocab_size: int) -> Any:
 def _usable(matcher: Any) -> Any:
     """Return a matcher; refuse one that has met an error."""
     if matcher.is_error():
-        raise ValueError(f"grammar cannot be followed: {_short(matcher.get_error())}")
+        reason = str(matcher.get_error()).partition("<state>")[0]  # behind it is the state of llguidance's parser
+        if "NoExtensionBias" in reason:
+            reason = "the tokenizer has no token for what must follow"
+        raise ValueError(f"grammar cannot be followed: {_short(reason)}")
     return matcher
 
 

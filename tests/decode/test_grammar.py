@@ -249,6 +249,7 @@ SCHEMA = Grammar.json_schema({"type": "integer"})
         (lambda: stree.generate(launched(), PROMPTS, grammar=SCHEMA), "grammar needs tokenizer=, a fast .* got none"),
         (lambda: stree.generate(launched(), PROMPTS, **options(PATTERNS[:2])), "grammar must be one for all prompts"),
         (lambda: stree.generate(launched(), PROMPTS, **options([""] * 3)), "grammar allows no text"),
+        (lambda: stree.generate(launched(), PROMPTS, **options(["d"] * 3)), "the tokenizer has no token for what"),
         (
             lambda: stree.generate(launched(), PROMPTS, near_drafter(), overlap=True, **options(PATTERNS)),
             "overlap takes no logits_processor, grammar",
