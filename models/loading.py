@@ -28,7 +28,7 @@ from stree.models.heads.weights import checkpoint_file
 from stree.models.mamba_in_llama import config_of_hybrid, load_hybrid, mixer_sizes
 from stree.models.native import config_of_native, is_native, load_native
 
-__all__ = ["load_config", "load_model", "raw_config", "torch_device", "torch_dtype", "weights_digest"]
+__all__ = ["load_config", "load_model", "raw_config", "reason_of", "torch_device", "torch_dtype", "weights_digest"]
 
 VALUES = 64  # of a tensor, that are hashed
 BAD_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError)
@@ -138,11 +138,16 @@ def _check_not_modelopt(name_or_path: str | Path, raw: Mapping[str, Any]) -> Non
 
 
 def _load(name_or_path: str | Path, **arguments: Any) -> Any:
-    """Load through transformers; refuse a checkpoint that lacks weights, which transformers would draw at random."""
+    """Load through transformers; refuse weights that are missing, or of other shapes, which it would draw at random."""
+    arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(name_or_path, output_loading_info=True, **arguments)
+        model, report = AutoModelForCausalLM.from_pretrained(name_or_path, **arguments)
     except Exception as error:  # safetensors, pickle and transformers each raise their own
-        raise ValueError(f"checkpoint {str(name_or_path)!r} cannot be loaded: {_reason(error)}") from error
+        raise ValueError(f"checkpoint {str(name_or_path)!r} cannot be loaded: {reason_of(error)}") from error
+    if report["mismatched_keys"]:
+        name, given, wanted = min(report["mismatched_keys"])
+        what = f"checkpoint {str(name_or_path)!r} must have {name} {[*wanted]}, got {[*given]}"
+        raise ValueError(f"{what} ({len(report['mismatched_keys'])} weights differ)")
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise ValueError(f"checkpoint {str(name_or_path)!r} lacks {len(report['missing_keys'])} weights: {missing}")
@@ -205,10 +210,10 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _unreadable(name_or_path: str | Path, error: Exception) -> ValueError:
     """Make the error for a config that cannot be read."""
-    return ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {_reason(error)}")
+    return ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {reason_of(error)}")
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Write in one line what another library has raised; its first line alone where that says something."""
     first, *others = [line.strip() for line in str(error).strip().splitlines()] or [""]
     said = f"{first} {others[0]}" if first.endswith(":") and others else first

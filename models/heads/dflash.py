@@ -20,7 +20,7 @@ from transformers.utils import cached_file
 
 from stree.models.heads.dflash_head import OneShotHead
 from stree.models.heads.dflash_layers import BlockConfig, BlockModel
-from stree.models.heads.weights import assign, read_tensors
+from stree.models.heads.weights import assign, draft_tokens, read_tensors
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.tree_lm import TreeLM
 
@@ -50,19 +50,17 @@ def load_dflash(source: str | Path, target: TreeLM) -> OneShotHead:
     config = speculators_config(published) if "speculators_model_type" in published else _z_lab(published)
     _check_target(config, published, source, target)
     tensors = read_tensors(source, lambda name: not name.startswith(UNREAD), str(target.device))
-    offsets = tensors.pop("d2t", None)
+    offsets, what = tensors.pop("d2t", None), f"draft head {str(source)!r}"
     draft_ids = None
     if config.draft_vocab is None:
         tensors.pop("lm_head.weight", None)  # the target's
     elif offsets is None:
-        raise ValueError(
-            f"draft head {str(source)!r} has {config.draft_vocab} logits but no tensor d2t of their tokens"
-        )
+        raise ValueError(f"{what} has {config.draft_vocab} logits but no tensor d2t of their tokens")
     else:
-        draft_ids = offsets.long() + torch.arange(len(offsets), device=offsets.device)
+        draft_ids = draft_tokens(offsets, config.draft_vocab, target.vocab_size, what)
     model = BlockModel(config, target.device)
     named = {f"base.{_renamed(name)}": value.to(target.dtype) for name, value in tensors.items()}
-    assign(nn.ModuleDict({"base": model}), named, f"draft head {str(source)!r}")
+    assign(nn.ModuleDict({"base": model}), named, what)
     if published.get("rope_is_neox_style") is False:
         _halve_pairs(model)
     return OneShotHead(model.requires_grad_(False), config, target, draft_ids)
@@ -176,6 +174,9 @@ def _check_target(config: BlockConfig, published: Mapping[str, Any], source: Any
     for name, (given, wanted) in pairs.items():
         if given != wanted:
             raise ValueError(f"draft head {str(source)!r} must have {name} {wanted}, the target's, got {given}")
+    if config.block_size < (least := 2 - config.predicts_next):  # the anchor, and a position that predicts
+        what = f"draft head {str(source)!r} must have a block_size of at least {least}"
+        raise ValueError(f"{what}, got {config.block_size}")
     if not 0 <= config.mask_token_id < target.vocab_size:
         what = f"draft head {str(source)!r} must have a mask_token_id below {target.vocab_size}"
         raise ValueError(f"{what}, got {config.mask_token_id}")

@@ -18,7 +18,7 @@ from transformers import CONFIG_MAPPING, LlamaForCausalLM, Qwen3ForCausalLM
 
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.refinements import Fusion, refinement_of
-from stree.models.heads.weights import assign, read_tensors
+from stree.models.heads.weights import assign, draft_tokens, read_tensors
 from stree.models.hidden_states import FINAL_NORM, check_hidden_layers
 from stree.models.tree_lm import TreeLM
 
@@ -98,18 +98,19 @@ def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]
     check_hidden_layers(layers, target.num_layers)
     tensors = read_tensors(source, lambda name: True, str(target.device))
     offsets = tensors.pop("d2t", None)
-    draft_ids = None if offsets is None else offsets.long() + torch.arange(len(offsets), device=offsets.device)
+    what = f"draft head {str(source)!r}"
+    draft_ids = None if offsets is None else draft_tokens(offsets, len(offsets), target.vocab_size, what)
     tensors = {LAYER_NAMES.sub("layers.0.", name): value for name, value in tensors.items()}
     tensors = {name: value for name, value in tensors.items() if name not in ("t2d", "verifier_norm.weight")}
     width = int(target.model.get_input_embeddings().weight.shape[1])
-    check_sizes(source, target, config, published, draft_ids, width)
-    model, projection = _modules(target, config, published, len(layers), tensors)
+    check_sizes(source, target, config, published, width)
+    model, projection = _modules(target, config, published, len(layers), tensors, draft_ids)
     with torch.device("meta"):
         fusion = EagleFusion(refinement_of(published, source)(config))
     parts = nn.ModuleDict({
         "base": model.base_model, "head": model.lm_head, "projection": projection, "fusion": fusion
     })  # fmt: skip
-    assign(parts, {_placed(name): value.to(target.dtype) for name, value in tensors.items()}, f"draft head {source}")
+    assign(parts, {_placed(name): value.to(target.dtype) for name, value in tensors.items()}, what)
     feedback = FINAL_NORM if published.get("norm_output") else config.num_hidden_layers
     return CausalHead(
         model, fusion, layers, feedback, projection.eval(), draft_ids, target.vocab_size
@@ -140,9 +141,7 @@ def read_layers(published: Mapping[str, Any], num_layers: int) -> list[int]:
     return [2, num_layers // 2, num_layers - 3] if ids is None else [layer + 1 for layer in ids]
 
 
-def check_sizes(
-    source: Any, target: TreeLM, config: Any, published: Mapping[str, Any], draft_ids: Tensor | None, width: int
-) -> None:
+def check_sizes(source: Any, target: TreeLM, config: Any, published: Mapping[str, Any], width: int) -> None:
     """Refuse a head that was made for a target of other sizes."""
     pairs = {
         "target_hidden_size": (published.get("target_hidden_size") or width, width),
@@ -152,28 +151,31 @@ def check_sizes(
     for name, (given, wanted) in pairs.items():
         if given != wanted:
             raise ValueError(f"draft head {str(source)!r} must have {name} {wanted}, the target's, got {given}")
-    if draft_ids is not None and not 0 <= int(draft_ids.min()) <= int(draft_ids.max()) < target.vocab_size:
-        raise ValueError(f"draft head {str(source)!r} must map its tokens below {target.vocab_size} by d2t")
 
 
 def _modules(
-    target: TreeLM, config: Any, published: Mapping[str, Any], count: int, tensors: Mapping[str, Tensor]
+    target: TreeLM,
+    config: Any,
+    published: Mapping[str, Any],
+    count: int,
+    tensors: Mapping[str, Tensor],
+    draft_ids: Tensor | None,
 ) -> tuple[Any, EagleProjection]:
     """Make the head's modules without weights but for what it shares with the target."""
     options = {**published, **published.get("eagle_config", {})}
-    draft_vocab = len(tensors["lm_head.weight"]) if "lm_head.weight" in tensors else None
+    shares_head = draft_ids is None and "lm_head.weight" not in tensors
     with torch.device("meta"):
         model = MODELS[config.model_type](copy.copy(config))
         base = model.model
         kind, norm = type(base.layers[0]), type(base.norm)
         base.layers[0] = first_layer(kind, model.config, norm_before_residual=bool(options.get("norm_before_residual")))
-        if draft_vocab is not None:
-            model.lm_head = nn.Linear(config.hidden_size, draft_vocab, bias=False)
+        if draft_ids is not None:
+            model.lm_head = nn.Linear(config.hidden_size, len(draft_ids), bias=False)
         projection = EagleProjection(count, config.hidden_size, config, options, norm)
     model.requires_grad_(False)  # before it shares modules with the target
     if "embed_tokens.weight" not in tensors:
         model.set_input_embeddings(target.model.get_input_embeddings())
-    if draft_vocab is None:
+    if shares_head:
         model.lm_head = target.model.get_output_embeddings()
     base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
     model.generation_config = target.model.generation_config

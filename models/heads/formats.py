@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING
 
 from stree.models.heads.causal import CausalHead
@@ -17,7 +18,7 @@ from stree.models.heads.mtp import load_mtp, load_speculators_mtp
 from stree.models.heads.refinements import refinement_of
 from stree.models.heads.specblock import load_specblock
 from stree.models.heads.weights import tensor_files
-from stree.models.loading import raw_config
+from stree.models.loading import raw_config, reason_of
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["head_layout", "load"]
@@ -56,6 +57,17 @@ def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead | Maske
     """
     if isinstance(source, str) and source == "mtp":
         return load_mtp(target)
+    try:
+        return _load(source, target)
+    except (NotImplementedError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(source) in str(error):
+            raise
+        raise ValueError(f"draft head {str(source)!r} cannot be read: {reason_of(error)}") from error
+
+
+def _load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead | MaskedDiffusion:
     layout, published = head_layout(source), raw_config(source)
     if layout is None:
         names = ", ".join(sorted(tensor_files(source))[:4])

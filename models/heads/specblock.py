@@ -24,7 +24,7 @@ from stree.kernels.topology import most_nodes
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.eagle3 import check_sizes, read_layers
 from stree.models.heads.refinements import Fusion
-from stree.models.heads.weights import assign, checkpoint_file, read_tensors
+from stree.models.heads.weights import assign, checkpoint_file, draft_tokens, read_tensors
 from stree.models.hidden_states import check_hidden_layers
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -212,9 +212,9 @@ def load_specblock(target: TreeLM, source: str | Path, published: Mapping[str, A
     layers = read_layers(published, target.num_layers)
     check_hidden_layers(layers, target.num_layers)
     tensors = read_tensors(source, lambda name: name not in UNREAD, str(target.device))
-    draft_ids = _draft_ids(source, tensors.pop("d2t", None), target.device)
+    draft_ids = _draft_ids(source, tensors.pop("d2t", None), target)
     width = int(target.model.get_input_embeddings().weight.shape[1])
-    check_sizes(source, target, config, published, draft_ids, width)
+    check_sizes(source, target, config, published, width)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
         model.lm_head = nn.Linear(config.hidden_size, len(draft_ids), bias=False)
@@ -237,14 +237,14 @@ def load_specblock(target: TreeLM, source: str | Path, published: Mapping[str, A
     )  # fmt: skip
 
 
-def _draft_ids(source: str | Path, offsets: Tensor | None, device: torch.device) -> Tensor:
-    """Return the token of each logit: its index and an offset, from the weights or ``vocab_mapping.pt``."""
+def _draft_ids(source: str | Path, offsets: Tensor | None, target: TreeLM) -> Tensor:
+    """Return the token of each logit by the weights' offsets or those of ``vocab_mapping.pt``."""
     if offsets is None:
         file = checkpoint_file(source, "vocab_mapping.pt")
         if file is None:
             raise ValueError(f"draft head {str(source)!r} has neither the tensor d2t nor vocab_mapping.pt")
-        offsets = torch.load(file, map_location=device, weights_only=True)["d2t"]
-    return offsets.long() + torch.arange(len(offsets), device=device)
+        offsets = torch.load(file, map_location=target.device, weights_only=True)["d2t"]
+    return draft_tokens(offsets, len(offsets), target.vocab_size, f"draft head {str(source)!r}")
 
 
 def placed(name: str) -> str:

@@ -13,7 +13,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-__all__ = ["assign", "checkpoint_file", "count_parameters", "fused_experts", "read_tensors", "tensor_files"]
+__all__ = [
+    "assign",
+    "checkpoint_file",
+    "count_parameters",
+    "draft_tokens",
+    "fused_experts",
+    "read_tensors",
+    "tensor_files",
+]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
@@ -27,7 +35,10 @@ def tensor_files(source: str | Path) -> dict[str, str]:
     """
     index = checkpoint_file(source, INDEX)
     if index is not None:
-        return dict(json.loads(Path(index).read_text())["weight_map"])
+        try:
+            return dict(json.loads(Path(index).read_text())["weight_map"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{index} must hold a JSON object with a weight_map, got {error!r}") from error
     single = checkpoint_file(source, SINGLE)
     if single is None:
         raise ValueError(f"checkpoint {str(source)!r} has neither {SINGLE} nor {INDEX}")
@@ -113,6 +124,26 @@ def assign(parts: nn.ModuleDict, tensors: Mapping[str, Tensor], what: str) -> No
             f"got {given.get(name, 'none')} ({len(differing)} tensors differ)"
         )
     parts.load_state_dict(dict(tensors), strict=False, assign=True)
+
+
+def draft_tokens(offsets: Tensor, count: int, vocab_size: int, what: str) -> Tensor:
+    """Return the token of each of a head's logits, which is its index and an offset: int64[count].
+
+    Args:
+        offsets: the tensor d2t.
+        count: logits.
+        vocab_size: of the target.
+        what: names the checkpoint in errors.
+
+    Raises:
+        ValueError: another number of offsets, or tokens that the target does not have.
+    """
+    if offsets.shape != (count,):
+        raise ValueError(f"{what} must have d2t [{count}], got {[*offsets.shape]}")
+    tokens = offsets.long() + torch.arange(count, device=offsets.device)
+    if not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+        raise ValueError(f"{what} must map its tokens below {vocab_size} by d2t")
+    return tokens
 
 
 def checkpoint_file(source: str | Path, name: str) -> str | None:

@@ -4,7 +4,8 @@ llguidance 1.9 against xgrammar 0.2.8, one CPU thread, a JSON object of five pro
 against 74 us a mask with Mistral's 32,000 tokens, 104 against 670 us with Qwen's 151,644; to compile it 1 ms against
 95 and 590 ms.  A copy of llguidance's matcher takes 0.7 us.  It reads Lark, and needs no other package.
 
-Where the next characters are certain it allows their first token alone, as the tokenizer writes them.
+Where the next characters are certain it allows their first token alone, as the tokenizer writes them; the longest one
+where the tokenizer would write others.
 """
 
 from __future__ import annotations
@@ -156,12 +157,14 @@ class CompiledGrammar:
         vocab_size: of the logits.
         ends: tokens that end a text, and are allowed where it is whole.
         eos: the tokenizer's own ones, which llguidance allows there.
+        tokens: llguidance's form of the tokenizer.
     """
 
     start: Any
     vocab_size: int
     ends: frozenset[int]
     eos: frozenset[int]
+    tokens: Any
 
     def matcher(self) -> Any:
         """Return a matcher at the beginning of a text."""
@@ -179,6 +182,12 @@ class CompiledGrammar:
             return None
         mask = np.frombuffer(bytearray(matcher.compute_bitmask()), np.uint8)[: -(-self.vocab_size // 8)]
         _usable(matcher)
+        if np.count_nonzero(mask) == 1 and not matcher.validate_tokens(_allowed(mask)[:1]):
+            # A forced token of other characters: the tokenizer normalizes them, or reads a special token in them.
+            mask[:] = 0
+            written = self.tokens.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))
+            if matcher.validate_tokens(written[:1]):
+                mask[written[0] // 8] = 1 << written[0] % 8
         if self.eos != self.ends:
             is_whole = matcher.is_accepting()
             for token in self.eos | self.ends:
@@ -208,9 +217,9 @@ class GrammarEnd:
 def _compiled(grammar: Grammar, tokens: Any, vocab_size: int, ends: frozenset[int]) -> CompiledGrammar:
     """Compile a grammar for llguidance's form of a tokenizer."""
     start = _llguidance().LLMatcher(tokens, grammar.source, log_level=0)
-    compiled = CompiledGrammar(start, vocab_size, ends, frozenset(tokens.eos_tokens))
+    compiled = CompiledGrammar(start, vocab_size, ends, frozenset(tokens.eos_tokens), tokens)
     mask = compiled.mask(start)
-    if mask is None or not _any_but(mask, ends):
+    if mask is None or ends.issuperset(_allowed(mask)):
         raise ValueError(f"grammar allows no text: the {grammar.kind} fits nothing, or the empty text alone")
     return compiled
 
@@ -241,16 +250,19 @@ def _tokens_of(tokenizer: Any, vocab_size: int) -> Any:
 def _usable(matcher: Any) -> Any:
     """Return a matcher; refuse one that has met an error."""
     if matcher.is_error():
-        raise ValueError(f"grammar cannot be followed: {_short(matcher.get_error())}")
+        reason = str(matcher.get_error()).partition("<state>")[0]  # behind it is the state of llguidance's parser
+        if "NoExtensionBias" in reason:
+            reason = "the tokenizer has no token for what must follow"
+        raise ValueError(f"grammar cannot be followed: {_short(reason)}")
     return matcher
 
 
-def _any_but(mask: Any, ends: frozenset[int]) -> bool:
-    """Whether a mask allows a token beside some."""
+def _allowed(mask: Any) -> list[int]:
+    """Return the tokens of a mask."""
     import numpy as np
 
-    allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
-    return not ends.issuperset(allowed.tolist())
+    tokens: list[int] = np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()
+    return tokens
 
 
 def _short(message: object) -> str:

@@ -80,7 +80,7 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]
     "misshapen": (
         with_weights(lambda weights: weights.update({A_LOG: torch.zeros(7)})),
         ValueError,
-        "checkpoint '{}' cannot be loaded",
+        rf"checkpoint '{{}}' must have {A_LOG} \[4\], got \[7\] .1 weights differ",
     ),
 }
 

@@ -5,6 +5,7 @@ Run: python -m pytest tests/decode/test_grammar.py
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from helpers.captured import captured, launched, near_drafter
 from helpers.fast_cases import slow_unless
 from helpers.grammars import END, letters_tokenizer, masked, regular
 from helpers.tiny_models import VOCAB, path_to, random_tree, real_nodes, right_padded, tiny_model
+from tokenizers import normalizers
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -151,6 +153,16 @@ def test_a_text_that_nothing_can_follow_ends_without_a_stop_token(stops: list[in
     assert out.new_tokens == [[3, 1, 2], [1, 2], [2]] and set(out.stats["finish_reasons"]) == {"stop"}
 
 
+@pytest.mark.parametrize(("normalizer", "text"), [(normalizers.NFC(), "e\u0301ne"), (None, "n<end>e")])
+def test_certain_characters_that_the_tokenizer_changes_are_written_as_they_are(normalizer: Any, text: str) -> None:
+    tokenizer = copy.deepcopy(letters_tokenizer("eÌģÃ©<nd>"))  # the bytes of a combining accent, and those of é
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    for drafts in ("none", "suffix", "model"):
+        given = {**options([text] * 3, max_new_tokens=12), "tokenizer": tokenizer}
+        out = stree.generate(launched(), PROMPTS, **way(drafts), **given)
+        assert {tokenizer.decode(new) for new in out.new_tokens} == {text}
+
+
 def test_a_text_that_is_whole_goes_on_where_no_stop_token_is_wanted() -> None:
     given: dict[str, Any] = {"grammar": Grammar.regex("(ab)+"), "tokenizer": TOKENIZER, "max_new_tokens": 6}
     bias = {END: 100.0}
@@ -237,6 +249,7 @@ SCHEMA = Grammar.json_schema({"type": "integer"})
         (lambda: stree.generate(launched(), PROMPTS, grammar=SCHEMA), "grammar needs tokenizer=, a fast .* got none"),
         (lambda: stree.generate(launched(), PROMPTS, **options(PATTERNS[:2])), "grammar must be one for all prompts"),
         (lambda: stree.generate(launched(), PROMPTS, **options([""] * 3)), "grammar allows no text"),
+        (lambda: stree.generate(launched(), PROMPTS, **options(["d"] * 3)), "the tokenizer has no token for what"),
         (
             lambda: stree.generate(launched(), PROMPTS, near_drafter(), overlap=True, **options(PATTERNS)),
             "overlap takes no logits_processor, grammar",

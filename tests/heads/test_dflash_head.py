@@ -135,6 +135,10 @@ def test_a_head_of_a_smaller_vocabulary_drafts_tokens_of_the_target(layout: str,
     logits = drafted(load_dflash(tmp_path, target))
     assert relative_error(logits[..., tokens], whole[..., tokens]) < CLOSE
     assert int(logits.isinf().sum()) == 2 * 5 * 93
+    for offsets, message in ((torch.zeros(3), r"d2t \[4\], got \[3\]"), (torch.full((4,), 95), "below 97 by d2t")):
+        save_file({**tensors, "d2t": offsets}, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            load_dflash(tmp_path, target)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +151,7 @@ def test_a_head_of_a_smaller_vocabulary_drafts_tokens_of_the_target(layout: str,
         ({"causal_head": True}, NotImplementedError, "with causal_head are not known"),
         ({"dflash_config": {"mask_token_id": 1, "block_size": 4}}, ValueError, "must have target_layer_ids"),
         ({"dflash_config": {"mask_token_id": 1, "block_size": 4, "target_layer_ids": [2]}}, ValueError, "to 2, the l"),
+        ({"dflash_config": {"mask_token_id": 1, "block_size": 1, "target_layer_ids": [0]}}, ValueError, "at least 2"),
         ({"speculators_model_type": "xpress"}, NotImplementedError, "'xpress' are not known"),
     ],
 )  # fmt: skip

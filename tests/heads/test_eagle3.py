@@ -219,6 +219,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "width": ({"target_hidden_size": 64}, ValueError, "must have target_hidden_size 32, the target's, got 64"),
     "layers": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, ValueError, "hidden_layers must be integers from 0"),
     "missing": ({"fc_norm": True}, ValueError, "must have projection.fc_norm.0.weight .32., got none"),
+    "type": ({"transformer_layer_config": {**LAYER, "rms_norm_eps": "small"}}, ValueError, "'rms_norm_eps' expected"),
+    "config": ({"transformer_layer_config": 3}, ValueError, "draft head '/.*' cannot be read: 'int' object"),
     "family": ({"transformer_layer_config": {"model_type": "gemma"}}, NotImplementedError, "'gemma' layers; known are"),
     "kind": ({"speculators_model_type": "peagle"}, NotImplementedError, "is not known .'peagle'.; known: mtp, eagle3"),
 }
@@ -232,6 +234,24 @@ def test_heads_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(error, match=message):
+        stree.heads.load(tmp_path, lm)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lm_head.weight": torch.ones(50, 32)}, r"must have head.weight \[40, 32\], got \[50, 32\]"),
+        ({"lm_head.weight": None}, r"must have head.weight \[40, 32\], got none"),
+        ({"d2t": None}, r"must have head.weight \[97, 32\], got \[40, 32\]"),
+        ({"d2t": torch.ones(40, 1)}, r"must have d2t \[40\], got \[40, 1\]"),
+        ({"d2t": torch.full((40,), 60)}, "must map its tokens below 97 by d2t"),
+    ],
+)
+def test_logits_of_other_tokens_are_refused(changes: dict[str, Tensor | None], message: str, tmp_path: Path) -> None:
+    lm = target()
+    tensors = {**save(tmp_path, hidden_size(lm), VARIANTS["some tokens"]), **changes}
+    save_file({name: value for name, value in tensors.items() if value is not None}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
         stree.heads.load(tmp_path, lm)
 
 

@@ -60,6 +60,9 @@ def test_heads_that_do_not_fit_are_refused(name: str, tmp_path: Path) -> None:
 def test_a_head_without_its_vocabulary_is_refused(tmp_path: Path) -> None:
     lm, _ = target_and_slot_head()
     save_slot_head(tmp_path, lm)
+    (tmp_path / "vocab_mapping.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="draft head '/.*' cannot be read: EOFError"):
+        stree.heads.load(tmp_path, lm)
     (tmp_path / "vocab_mapping.pt").unlink()
     with pytest.raises(ValueError, match="has neither the tensor d2t nor vocab_mapping.pt"):
         stree.heads.load(tmp_path, lm)
