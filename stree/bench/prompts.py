@@ -110,10 +110,7 @@ def read_suite(name: str, path: Path, limit: int | None = None) -> list[Prompt]:
     Raises:
         ValueError: a line that is no such record (the message names it), or a file without prompts.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # a mark of its encoding is no text
-    except UnicodeDecodeError as error:
-        raise ValueError(f"suite {name!r}: {path.name} is not UTF-8 text: {error}") from error
+    text = _read_text(name, path)
     turns: list[tuple[str, ...]] = []
     if path.suffix.lower() == ".jsonl" or name in OFFICIAL:
         for number, line in enumerate(text.split("\n"), 1):
@@ -148,7 +145,7 @@ def read_categories(name: str, path: Path, limit: int | None = None) -> dict[str
     if not name.startswith(SPEED_BENCH):
         return {name: read_suite(name, path, limit)}
     found: dict[str, list[Prompt]] = {}
-    for number, read in enumerate(_records(path), 1):
+    for number, read in enumerate(_records(name, path), 1):
         try:
             record = read()
             turns, category = _turns(record.get("turns")), _text(record.get("category"))
@@ -164,10 +161,18 @@ def read_categories(name: str, path: Path, limit: int | None = None) -> dict[str
     return found
 
 
-def _records(path: Path) -> list[Callable[[], dict[str, Any]]]:
+def _read_text(name: str, path: Path) -> str:
+    """Read the text of a suite's file."""
+    try:
+        return path.read_text(encoding="utf-8-sig")  # a mark of its encoding is no text
+    except UnicodeDecodeError as error:
+        raise ValueError(f"suite {name!r}: {path.name} is not UTF-8 text: {error}") from error
+
+
+def _records(name: str, path: Path) -> list[Callable[[], dict[str, Any]]]:
     """List what reads each record of SPEED-Bench."""
     if path.suffix.lower() != ".parquet":
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        lines = _read_text(name, path).split("\n")
         return [partial(_record, line) for line in lines if line.strip()]
     try:
         from pyarrow import ArrowException, parquet

@@ -166,7 +166,7 @@ def grammar_of(arguments: argparse.Namespace) -> Any:
     if path is None:
         return Grammar.regex(pattern)
     try:
-        schema = Path(path).read_text(encoding="utf-8")
+        schema = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read --json-schema {path}: {error}") from error
     return Grammar.json_schema(schema)

@@ -106,6 +106,14 @@ def test_a_record_of_speed_bench_without_a_text_is_named(tmp_path: Path, record:
         read_categories("speed_bench", tmp_path / "test.parquet")
 
 
+@pytest.mark.parametrize("name", ["mine", "speed_bench"])
+def test_a_file_of_another_encoding_is_named(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "test.jsonl"
+    path.write_text(json.dumps({"turns": ["x"], "category": "rag"}), encoding="utf-16")
+    with pytest.raises(ValueError, match=rf"suite '{name}': test\.jsonl is not UTF-8 text"):
+        read_categories(name, path)
+
+
 def test_the_bundled_suites_have_ten_prompts_each_and_two_to_tune_on() -> None:
     suites = read_suites(parse_suites("bundled"), 10)
     assert [suite.name for suite in suites] == ["code", "mathematics", "chat"]

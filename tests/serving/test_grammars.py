@@ -182,7 +182,7 @@ def test_rows_of_a_batch_have_grammars_of_their_own(served: Served) -> None:
 @pytest.mark.slow
 def test_the_command_continues_by_a_schema_or_an_expression(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "schema.json"
-    file.write_text(json.dumps(SCHEMA))
+    file.write_text(json.dumps(SCHEMA), encoding="utf-8-sig")
     report = run_json(capsys, "generate", "x = ", "--json-schema", str(file), "--max-new-tokens", "60")
     jsonschema.validate(json.loads(report["text"].removeprefix("x = ")), SCHEMA)
     report = run_json(capsys, "generate", "x = ", "--regex", "[0-9]{3}", "--drafter", "suffix")
