@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,7 +15,6 @@ from stree.decode.batch_token_rules import BatchTokenRules
 from stree.decode.grammar import CompiledGrammar
 from stree.decode.token_rules import TokenRules
 from stree.drafters import TreeProcessor
-from stree.kernels.dispatch import host_can_read
 from stree.kernels.step.texts import Seen, Texts
 from stree.tree import TokenTree
 
@@ -132,8 +132,8 @@ class TreeProcessing:
 
     def first(self, texts: Texts, rows: Tensor, logits: Tensor) -> Tensor:
         """Process float[count, vocab] logits of what follows the prompts of int64[count] rows."""
-        logits = self._rules.first(texts.tokens, rows, texts.lengths[rows], logits)
-        logits = self._grammars.first(rows, logits)
+        ruled = self._rules.first(texts.tokens, rows, texts.lengths[rows], logits)
+        logits = self._by_grammar(partial(self._grammars.first, rows), ruled, logits)
         if self._processor is None:
             return logits
         nodes = []
@@ -149,20 +149,30 @@ class TreeProcessing:
         excludes is left as it is: the target cannot accept it, so the processor is not called with a text that it has
         excluded.
         """
-        logits = self._grammars.verified(self._rules(seen.tokens, seen.lengths, tree, logits))
+        ruled = self._rules(seen.tokens, seen.lengths, tree, logits)
+        logits = self._by_grammar(self._grammars.verified, ruled, logits)
         if self._processor is None:
             return logits
         return _process(self._processor, seen.tokens, seen.lengths, tree, logits, is_target=True)
+
+    def _by_grammar(self, masked: Callable[[Tensor], Tensor], ruled: Tensor, logits: Tensor) -> Tensor:
+        """Mask float[..., vocab] logits; where the rules leave no token of a grammar, it decides without them."""
+        found = masked(ruled)
+        if not (self._grammars.is_active and self._rules.parts):
+            return found
+        return torch.where(_leaves_none(found)[..., None], masked(logits).to(found), found)
 
     def draft(self, seen: Seen) -> TreeProcessor:
         """Return what processes a draft model's logits; they stay its own where no token would be left."""
         processor, rules, grammars = self._processor, self._rules, self._grammars
 
         def process(tree: TokenTree, logits: Tensor) -> Tensor:
+            own = logits
             if rules.parts:
                 logits = _unless_none_is_left(rules(seen.tokens, seen.lengths - 1, tree, logits), logits)
             if grammars.is_active:
-                logits = _unless_none_is_left(grammars.drafted(seen.lengths - 1, tree, logits), logits)
+                masked = self._by_grammar(partial(grammars.drafted, seen.lengths - 1, tree), logits, own)
+                logits = _unless_none_is_left(masked, logits)
             if processor is None:
                 return logits
             return _process(processor, seen.tokens, seen.lengths - 1, tree, logits, is_target=False)
@@ -181,22 +191,16 @@ class TreeProcessing:
         """
         self._refuse(rows[_leaves_none(logits)])
 
-    def refuse_path_ends(self, logits: Tensor, path: Tensor, lengths: Tensor, report: Tensor) -> None:
+    def refuse_path_ends(self, logits: Tensor, path: Tensor, lengths: Tensor) -> None:
         """Likewise for the nodes of trees that are kept: the first int32[batch] of int32[batch, m] paths.
-
-        Where the host cannot read the logits of a grammar, the last column of the step's report says so instead.
 
         Raises:
             ValueError: there is one.
         """
-        if self._processor is None and not self._grammars.is_active:
-            return
-        is_kept = torch.arange(path.shape[1], device=path.device) < lengths[:, None]
-        is_end = (_leaves_none(logits).gather(1, path.clamp(min=0).long()) & is_kept).any(1)
-        if self._processor is not None or host_can_read(logits):
+        if self._processor is not None:  # rules and grammars leave a token
+            is_kept = torch.arange(path.shape[1], device=path.device) < lengths[:, None]
+            is_end = (_leaves_none(logits).gather(1, path.clamp(min=0).long()) & is_kept).any(1)
             self._refuse(is_end.nonzero()[:, 0])
-        else:
-            report[:, -1] |= is_end
 
     def _refuse(self, rows: Tensor) -> None:
         """Raise where there are rows whose logits exclude every token."""

@@ -142,7 +142,7 @@ class DecodeStep:
         timer.lap("accept_s")
         # A text that ends within the path is committed up to its last token, which is pending.
         lengths = lengths.minimum(report[:, -3].int())
-        self.processing.refuse_path_ends(logits, acceptance.path, lengths, report)
+        self.processing.refuse_path_ends(logits, acceptance.path, lengths)
         self.lm.commit(self.state, acceptance.path, lengths)
         timer.lap("commit_s")
         path_logits = on_path(logits, acceptance.path) if needs_logits else None

@@ -143,15 +143,14 @@ class StepResult:
         """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed.
 
         Raises:
-            ValueError: the target's logits are NaN, +inf where tokens are sampled, or left without a token.
+            ValueError: the target's logits are NaN, or +inf where tokens are sampled.
         """
         if self.arrival is not None:
             self.arrival.synchronize()
         rows = self.report.tolist()
         unusable = [number for number, row in enumerate(rows) if row[-1]]
         if unusable:
-            what = "are NaN, infinite where tokens are sampled, or, with a grammar, leave no token to draw"
-            raise ValueError(f"the target's logits {what} in rows {unusable}")
+            raise ValueError(f"the target's logits are NaN, or infinite where tokens are sampled, in rows {unusable}")
         return [row[: row[-3]] for row in rows], [row[-2] for row in rows]
 
 

@@ -220,7 +220,8 @@ class OpenAIAPI:
         if not prompt:
             raise APIError(400, "the prompt is empty; give at least one token", param="prompt")
         if len(prompt) >= most:
-            raise APIError(400, f"the prompt has {len(prompt)} tokens, of at most {most - 1}", param="prompt")
+            message = f"the prompt has {len(prompt)} tokens, of at most {most - 1}"
+            raise APIError(400, message, param="prompt", code="context_length_exceeded")
         limit = most - len(prompt) if body.limit is None else body.limit
         if len(prompt) + limit > most:
             message = f"{len(prompt)} tokens of the prompt and {limit} new ones are more than {most}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytest
@@ -213,12 +213,18 @@ def test_captured_steps_are_replayed_with_and_without_a_grammar(
     assert stree.generate(lm, PROMPTS, **given[1]).sequences != expected[1].sequences, "masks are an input"
 
 
-def test_a_captured_step_that_leaves_no_token_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {"grammar": Grammar.regex("(ab){4}c"), "tokenizer": TOKENIZER, "drafter": NoDrafter()}
-    lm = captured(monkeypatch)
-    assert stree.generate(lm, PROMPTS[:1], **given).new_tokens[0][:9] == [1, 2] * 4 + [3]
-    with pytest.raises(stree.GenerationError, match=r"with a grammar, leave no token to draw in rows \[0\]"):
-        stree.generate(lm, PROMPTS[:1], allowed_token_ids=[1, 2], **given)
+@pytest.mark.parametrize("way", [NoDrafter, near_drafter])
+@pytest.mark.parametrize("is_captured", [True, False])
+def test_a_grammar_decides_where_token_rules_leave_none_of_its_tokens(
+    is_captured: bool, way: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: dict[str, Any] = {"tokenizer": TOKENIZER, "drafter": way()}
+    lm = captured(monkeypatch) if is_captured else launched()
+    for rules in ({"allowed_token_ids": [1, 2]}, {"bad_words": [[3], [2, 1]]}, {"min_new_tokens": 12}):
+        out = stree.generate(lm, PROMPTS[:1], grammar=Grammar.regex("(ab){4}c"), **given, **rules)
+        assert out.new_tokens[0] == [1, 2] * 4 + [3], rules
+        both = stree.generate(lm, PROMPTS[:1], grammar=Grammar.regex("[abc]{6}"), **given, **rules).new_tokens[0]
+        assert len(both) == 6 and (3 not in both or "min_new_tokens" in rules), "else the rules hold as well"
 
 
 BYTES, NUMBERS, ONE, TEXT = (cast(Any, value) for value in (b"a", [1], 1, "a+"))
@@ -253,10 +259,6 @@ SCHEMA = Grammar.json_schema({"type": "integer"})
         (
             lambda: stree.generate(launched(), PROMPTS, near_drafter(), overlap=True, **options(PATTERNS)),
             "overlap takes no logits_processor, grammar",
-        ),
-        (
-            lambda: stree.generate(launched(), PROMPTS, **options(PATTERNS, allowed_token_ids=[2])),
-            r"the target, or its grammar, leaves no token to draw in rows \[",
         ),
         (lambda: Grammar.regex("a").compile(letters_tokenizer(), 3, frozenset(), frozenset()), "vocab size too small"),
     ],

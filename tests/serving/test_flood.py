@@ -69,6 +69,12 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
     assert "characters, at least" in error["message"] and f"of at most {MAX_TOKENS}" in error["message"]
 
 
+def test_token_ids_that_cannot_fit_are_refused_by_the_same_code(served: Served) -> None:
+    response = served.post("/v1/completions", {"model": "tiny", "prompt": [5] * (MAX_TOKENS + 1), "max_tokens": 1})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"], error["code"]) == (400, "prompt", "context_length_exceeded")
+
+
 def test_a_text_of_the_longest_tokens_fits(served: Served) -> None:
     longest = max(served.tokenizer.get_vocab().items(), key=lambda item: len(item[0]))[1]
     text = served.tokenizer.decode([longest] * (MAX_TOKENS - 1))
