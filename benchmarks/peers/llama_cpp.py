@@ -87,8 +87,8 @@ class Peer:
     """
 
     def __init__(self, python: Path, file: Path, threads: int) -> None:
+        # -P keeps this folder off the path: this file has the name of the package that the script imports.
         command = [str(python), "-P", str(SCRIPT), str(file), str(threads), str(NODES)]
-        # -P: this file has the name of the package that the script imports
         self._process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.facts = self._read()
 
@@ -168,7 +168,7 @@ def measure(ours: Ours, peer: Peer, rounds: int) -> tuple[dict[str, list[tuple[f
         pairs += [(f"{n} nodes / chunk of {n}", timed(ours.verify, n), peer.ask(f"chunk {n}")) for n in CHUNKS]
         if peer.facts["planes"]:
             peer.ask(f"prefill-planes {PROMPT}")
-            for way, _ in [(way, turn) for turn in range(4) for way in ("checkpoint", "planes")]:
+            for way in ("checkpoint", "planes") * 4:
                 pairs.append((way, timed(ours.speculate, NODES, KEPT), peer.ask(f"{way} {NODES} {KEPT}")))
         if number >= 0:  # the first round compiles
             for what, here, there in pairs:

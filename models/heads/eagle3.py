@@ -154,13 +154,9 @@ def check_sizes(source: Any, target: TreeLM, config: Any, published: Mapping[str
 
 
 def _modules(
-    target: TreeLM,
-    config: Any,
-    published: Mapping[str, Any],
-    count: int,
-    tensors: Mapping[str, Tensor],
+    target: TreeLM, config: Any, published: Mapping[str, Any], count: int, tensors: Mapping[str, Tensor],
     draft_ids: Tensor | None,
-) -> tuple[Any, EagleProjection]:
+) -> tuple[Any, EagleProjection]:  # fmt: skip
     """Make the head's modules without weights but for what it shares with the target."""
     options = {**published, **published.get("eagle_config", {})}
     shares_head = draft_ids is None and "lm_head.weight" not in tensors

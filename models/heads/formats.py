@@ -61,13 +61,14 @@ def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead | Maske
         return _load(source, target)
     except (NotImplementedError, torch.OutOfMemoryError):
         raise
-    except Exception as error:
+    except Exception as error:  # of odd entries and damaged files; transformers, torch and JSON each raise their own
         if isinstance(error, ValueError) and str(source) in str(error):
             raise
         raise ValueError(f"draft head {str(source)!r} cannot be read: {reason_of(error)}") from error
 
 
 def _load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead | MaskedDiffusion:
+    """Load the head of a folder or hub id by its layout."""
     layout, published = head_layout(source), raw_config(source)
     if layout is None:
         names = ", ".join(sorted(tensor_files(source))[:4])

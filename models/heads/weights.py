@@ -14,14 +14,8 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 
 __all__ = [
-    "assign",
-    "checkpoint_file",
-    "count_parameters",
-    "draft_tokens",
-    "fused_experts",
-    "read_tensors",
-    "tensor_files",
-]
+    "assign", "checkpoint_file", "count_parameters", "draft_tokens", "fused_experts", "read_tensors", "tensor_files"
+]  # fmt: skip
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")

@@ -183,7 +183,8 @@ class CompiledGrammar:
         mask = np.frombuffer(bytearray(matcher.compute_bitmask()), np.uint8)[: -(-self.vocab_size // 8)]
         _usable(matcher)
         if np.count_nonzero(mask) == 1 and not matcher.validate_tokens(_allowed(mask)[:1]):
-            # A forced token of other characters: the tokenizer normalizes them, or reads a special token in them.
+            # Of characters that must follow, llguidance allows the first token that the tokenizer makes of them.  It is
+            # none of the grammar where the tokenizer normalizes them or reads a special token in them.
             mask[:] = 0
             written = self.tokens.greedy_tokenize(matcher.compute_ff_bytes().decode(errors="ignore"))
             if matcher.validate_tokens(written[:1]):

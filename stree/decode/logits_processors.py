@@ -156,7 +156,7 @@ class TreeProcessing:
         return _process(self._processor, seen.tokens, seen.lengths, tree, logits, is_target=True)
 
     def _by_grammar(self, masked: Callable[[Tensor], Tensor], ruled: Tensor, logits: Tensor) -> Tensor:
-        """Mask float[..., vocab] logits; where the rules leave no token of a grammar, it decides without them."""
+        """Mask logits that the rules have changed; mask the unchanged ones where no token of a grammar is left."""
         found = masked(ruled)
         if not (self._grammars.is_active and self._rules.parts):
             return found

@@ -52,10 +52,10 @@ def _steps(
     return found
 
 
-def _check(build: Callable[[], Any], **options: Any) -> None:
+def _check(build: Callable[[], Any], bound: float = 1e-5, **options: Any) -> None:
     wanted, found = (_steps(stree.TreeLM(build().eval()), compiled, **options) for compiled in (False, True))
     for one, other in zip(wanted, found, strict=True):
-        torch.testing.assert_close(other, one, rtol=0, atol=1e-5 * float(one.abs().max()))
+        torch.testing.assert_close(other, one, rtol=0, atol=bound * float(one.abs().max()))
 
 
 def _add_hook(lm: TreeLM) -> None:
@@ -65,6 +65,11 @@ def _add_hook(lm: TreeLM) -> None:
 @pytest.mark.slow
 def test_compiled_trees_of_all_sizes_have_the_logits_of_the_model() -> None:
     _check(partial(tiny_model, "mamba2"), sizes=((0, 4), (0, 7)))
+
+
+@pytest.mark.slow
+def test_compiled_trees_in_bfloat16_have_the_logits_of_the_model() -> None:
+    _check(partial(tiny_model, "mamba2", torch.bfloat16), bound=2**-4, sizes=((0, 1), (0, 4)))
 
 
 @pytest.mark.slow
