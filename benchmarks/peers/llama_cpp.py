@@ -198,6 +198,12 @@ def records(
         threads: of both.
         rounds: of one prefill, eight steps, a chunk of each size, and four steps of each kind of speculation.
     """
+    for file in (python, converter):
+        if not file.is_file():
+            raise ValueError(f"there is no file {file}")
+    for file in (python, converter):
+        if not file.is_file():
+            raise ValueError(f"there is no file {file}")
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     loaded = MODELS[model]().to(getattr(torch, dtype)).eval()
@@ -208,7 +214,9 @@ def records(
         kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
         command = [sys.executable, str(converter), folder, "--outfile", str(file), "--outtype", kind]
         command += ["--no-mtp"] if model == "qwen3_5" else []
-        subprocess.run(command, check=True, capture_output=True)
+        converted = subprocess.run(command, capture_output=True, text=True)
+        if converted.returncode:
+            raise SystemExit(f"{converter.name} failed:\n{converted.stderr}")
         with closing(Peer(python, file, threads)) as peer:
             times, same = measure(Ours(loaded), peer, rounds)
     if dtype == "float32" and same < 1:

@@ -109,6 +109,8 @@ def main(file: str, threads: int, planes: int) -> None:
     params = llama.llama_model_default_params()
     params.n_gpu_layers = 0
     model = llama.llama_model_load_from_file(file.encode(), params)
+    if not model:
+        raise SystemExit(f"llama.cpp cannot load {file}")
     vocab = llama.llama_vocab_n_tokens(llama.llama_model_get_vocab(model))
     plain, with_planes = Context(model, vocab, threads, 0), Context(model, vocab, threads, planes)
     plain.prefill(8)
