@@ -1,12 +1,13 @@
 """Open load on ``stree serve`` with the bundled pair: Poisson arrivals at fixed rates; prints one JSON line.
 
-Run: python -m benchmarks.serving.arrivals [--rates 1,2,4,8] [--requests 24]
+Run: python -m benchmarks.serving.arrivals [--rates 1,2,4,8] [--requests 24] [--rounds 3]
 
 In an open load, a request is sent at its arrival time whether or not earlier ones are finished, as with
-``--request-rate`` of vLLM's benchmark.  Every request asks for 64 tokens at temperature 0.8.  At each rate, all budgets
-serve the same requests at the same times, one budget after the other.  Times are counted from a request's arrival and
-include its time in the queue.  Latency is the time to the last token over the number of tokens.  Tokens a second are
-those of all requests over the time from the first arrival to the last token: below capacity, about the offered load.
+``--request-rate`` of vLLM's benchmark.  Every request asks for 64 tokens at temperature 0.8.  In a round at a rate, all
+budgets serve the same requests at the same times, one budget after the other; the next round has other times, and
+begins with the next budget, as a machine's speed drifts.  Times are counted from a request's arrival and include its
+time in the queue.  Latency is the time to the last token over the number of tokens.  Tokens a second are those of all
+requests over the rounds' times from the first arrival to the last token: below capacity, about the offered load.
 The 95 % intervals of ratios to plain decoding are a paired bootstrap over requests; requests of one load share batches
 and a queue, so they are not independent, and the intervals are too narrow.
 """
@@ -16,9 +17,10 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any
 
 import httpx
@@ -74,11 +76,11 @@ async def send_all(url: str, sent: Sequence[dict[str, Any]], arrivals: Sequence[
     return np.array(times).T
 
 
-def figures(times: Array, arrivals: Sequence[float], tokens: int) -> dict[str, float]:
-    """Return the figures of one budget at one rate; times as ``send_all`` returns them."""
+def figures(times: Array, seconds: float, tokens: int) -> dict[str, float]:
+    """Return the figures of one budget at one rate; times as ``send_all`` returns them, seconds those of all rounds."""
     first, last = times
     return {
-        "tokens_per_s": float(tokens * len(last) / (last + arrivals).max()),
+        "tokens_per_s": tokens * len(last) / seconds,
         "ttft_median_s": float(np.median(first)),
         "ttft_p99_s": float(np.quantile(first, 0.99)),
         "latency_median_s": float(np.median(last) / tokens),
@@ -100,34 +102,45 @@ def ratios(row: dict[str, float], plain: dict[str, float], times: Array, plain_t
 
 
 def run(
-    rates: str = "1,2,4,8", requests: int = 24, tokens: int = 64, budgets: str = "chain:4,tree:16,auto"
-) -> list[dict[str, Any]]:
+    rates: str = "1,2,4,8", requests: int = 24, tokens: int = 64, rounds: int = 1,
+    budgets: str = "chain:4,tree:16,auto",
+) -> list[dict[str, Any]]:  # fmt: skip
     """Measure plain decoding and other budgets at every rate, in one record.
 
     Args:
         rates: requests a second.
-        requests: number at each rate.
+        requests: number at each rate in a round.
         tokens: of each request.
+        rounds: at each rate, other rates in between.
         budgets: compared with plain.
     """
     per_second, names = [float(rate) for rate in rates.split(",")], ["plain", *budgets.split(",")]
     if min(per_second) <= 0 or not BUDGETS.keys() >= {*names}:
         raise ValueError(f"rates must be positive, budgets of {', '.join(BUDGETS)}; got {rates}, {budgets}")
-    if min(requests, tokens) < 1:
-        raise ValueError(f"--requests and --tokens must be at least 1, got {requests} and {tokens}")
-    rows, sent = [], bodies(requests, tokens, 0)
+    if min(requests, tokens, rounds) < 1:
+        what = f"{requests}, {tokens} and {rounds}"
+        raise ValueError(f"--requests, --tokens and --rounds must be at least 1, got {what}")
+    sent = bodies(requests, tokens, 0)
+    times: dict[tuple[float, str], list[Array]] = defaultdict(list)
+    seconds: Counter[tuple[float, str]] = Counter()
     with ExitStack() as servers:
         urls = {name: servers.enter_context(served("--cache-mb", "0", *BUDGETS[name]))[0] for name in names}
         for url in urls.values():
             asyncio.run(speed(url, 8, 0))
-        for number, rate in enumerate(per_second):
-            arrivals = arrival_times(rate, requests, number)
-            times = {name: asyncio.run(send_all(url, sent, arrivals)) for name, url in urls.items()}
-            found = {name: figures(one, arrivals, tokens) for name, one in times.items()}
-            for name in names:
-                over_plain = ratios(found[name], found["plain"], times[name], times["plain"])
-                rows.append({"rate": rate, "budget": name, **found[name], "over_plain": over_plain})
-    return [{"bench": "serving-arrivals", "requests": requests, "tokens": tokens, "rows": rows}]
+        for place, (number, rate) in product(range(rounds), enumerate(per_second)):
+            arrivals = arrival_times(rate, requests, number + place * len(per_second))
+            for name in names[place % len(names) :] + names[: place % len(names)]:
+                found = asyncio.run(send_all(urls[name], sent, arrivals))
+                times[rate, name].append(found)
+                seconds[rate, name] += (found[1] + arrivals).max()
+    rows = []
+    for rate in per_second:
+        whole = {name: np.concatenate(times[rate, name], axis=1) for name in names}
+        each = {name: figures(whole[name], seconds[rate, name], tokens) for name in names}
+        for name in names:
+            over_plain = ratios(each[name], each["plain"], whole[name], whole["plain"])
+            rows.append({"rate": rate, "budget": name, **each[name], "over_plain": over_plain})
+    return [{"bench": "serving-arrivals", "requests": requests, "tokens": tokens, "rounds": rounds, "rows": rows}]
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ def test_arrival_times_are_seeded_and_of_the_rate() -> None:
     assert gaps.mean() == pytest.approx(0.25, rel=0.1) and gaps.std() == pytest.approx(0.25, rel=0.1)
 
 
-def test_figures_count_from_the_arrival_of_each_request() -> None:
+def test_figures_are_of_all_requests() -> None:
     plain = np.array([[0.1, 0.3, 0.2], [1.0, 2.0, 3.0]])
-    row = arrivals.figures(plain, [0.0, 5.0, 1.0], 10)
+    row = arrivals.figures(plain, 7.0, 10)
     assert row["tokens_per_s"] == pytest.approx(30 / 7) and row["ttft_median_s"] == pytest.approx(0.2)
     assert row["ttft_p99_s"] == pytest.approx(0.298) and row["latency_median_s"] == pytest.approx(0.2)
-    ratios = arrivals.ratios(arrivals.figures(plain / 2, [0.0, 5.0, 1.0], 10), row, plain / 2, plain)
+    ratios = arrivals.ratios(arrivals.figures(plain / 2, 6.0, 10), row, plain / 2, plain)
     assert ratios["tokens_per_s"] == pytest.approx(7 / 6) and ratios["ttft_p99_s"] == pytest.approx(0.5)
     assert ratios["ttft_median_s"][0] == ratios["latency_median_s"][0] == pytest.approx(0.5)
 
@@ -39,8 +39,8 @@ def test_figures_count_from_the_arrival_of_each_request() -> None:
 @pytest.mark.exhaustive
 def test_a_small_run_appends_a_row_a_rate_and_budget(tmp_path: Path) -> None:
     out = tmp_path / "folder" / "arrivals.jsonl"
-    options = ["--rates", "8,16", "--requests", "3", "--tokens", "8", "--budgets", "auto", "--out", str(out)]
-    command = [sys.executable, "-m", "benchmarks.serving.arrivals", *options]
+    options = ["--rates", "8,16", "--requests", "3", "--tokens", "8", "--rounds", "2", "--budgets", "auto", "--out"]
+    command = [sys.executable, "-m", "benchmarks.serving.arrivals", *options, str(out)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300, stdout=subprocess.DEVNULL)
     (record,) = map(json.loads, out.read_text().splitlines())
     assert [(row["rate"], row["budget"]) for row in record["rows"]] == [
