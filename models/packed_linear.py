@@ -42,6 +42,7 @@ __all__ = ["pack_large_linears", "pack_linears"]
 
 LARGE = 3 << 20  # bytes of a weight that no cache holds
 FEW, FEW_OF_LARGE, FEW_IN_BFLOAT16 = 16, 4, 2  # rows, for which numba's products with a weight are the faster
+MANY_THREADS = 1 << 30  # more than there are
 PIECE = 1 << 18  # numbers of a weight that are turned to float32 at once: a cache holds them
 
 
@@ -83,11 +84,16 @@ class _Packing:
 
 
 class _Stored(NamedTuple):
-    """A weight, the address of its memory, and the same memory as a NumPy array."""
+    """A weight that is supported, the address of its memory, and the same memory as a NumPy array.
+
+    Up to ``most_rows`` rows run by numba's code on up to ``most_threads`` threads.
+    """
 
     weight: Tensor
     address: int
     array: Any
+    most_rows: int
+    most_threads: int
 
 
 class PackedWeight:
@@ -96,11 +102,15 @@ class PackedWeight:
     Threads that share it read one ``_Packing``, which is replaced as a whole.  Copies and pickles of a model start
     without it.
 
+    Args:
+        copies: whether the weight is copied to oneDNN's layout; if not, torch multiplies what no other code is for.
+
     Attributes:
         number: by which a compiled function finds it: its inputs are tensors in torch's own layout.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: bool = True) -> None:
+        self.copies = copies
         self.number = number = next(_numbers)
         self._packing: _Packing | None = None
         self._stored: _Stored | None = None
@@ -108,19 +118,26 @@ class PackedWeight:
         _by_number[number] = ref(self, lambda _: _by_number.pop(number, None))
 
     def __reduce__(self) -> Any:
-        return PackedWeight, ()
+        return PackedWeight, (self.copies,)
+
+    def has_stored(self, weight: Tensor) -> bool:
+        """Whether this is the weight, in the memory, that the last product was formed with."""
+        stored = self._stored
+        return stored is not None and stored.weight is weight and stored.address == weight.data_ptr()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
-        if 0 < x.numel() <= _few(weight) * x.shape[-1] and _suits_numba(weight) and host_can_read(weight):
-            stored = self._stored
-            if stored is None or stored.weight is not weight or stored.address != weight.data_ptr():
-                self._stored = stored = _Stored(weight, weight.data_ptr(), _array_of(weight.detach()))
+        stored = self._stored
+        if stored is None or not self.has_stored(weight):
+            threads = _most_threads(weight, self.copies)
+            self._stored = stored = _Stored(weight, weight.data_ptr(), _array_of(weight), _few(weight), threads)
+        is_few = 0 < x.numel() <= stored.most_rows * x.shape[-1] and torch.get_num_threads() <= stored.most_threads
+        if is_few and host_can_read(weight):
             y = _few_rows(x, stored.array)
-        elif _onednn_packs(weight.dtype):
-            return self._packed_product(x, weight, bias)
-        else:
+        elif not _onednn_packs(weight.dtype):
             y = _in_float32(x, weight)
+        else:
+            return self._packed_product(x, weight, bias) if self.copies else nn.functional.linear(x, weight, bias)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def _packed_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -149,42 +166,49 @@ _numbers = count()
 _by_number = dict[int, ref[PackedWeight]]()
 
 
-def pack_linears(model: nn.Module, least: int = 0) -> None:
+def pack_linears(model: nn.Module) -> None:
     """Make the linear layers of a CPU model run on packed weights, a second copy in memory, where no gradient is kept.
 
     A weight is packed when its layer first runs, if oneDNN packs its dtype on this processor.  Layers of subclasses, of
     other dtypes than float32 and bfloat16, quantised ones, those whose forward another library has set, and inference
     tensors, which do not count what is written to them, are left as they are.
-
-    Args:
-        model: whose layers are patched.
-        least: bytes of a weight that oneDNN packs, below which its layer is left as it is.
     """
-    for module in _to_patch(model, least):
-        forward = module.__dict__.get("forward")
-        if not (isinstance(forward, PatchedForward) and forward.func is _forward):  # packed already
-            patch_forward(module, _forward, PackedWeight())
+    for layer in _to_patch(model):
+        _patch(layer, copies=True)
 
 
 def pack_large_linears(model: nn.Module) -> None:
     """Pack weights of 3 MiB or more, where the copies take no more than half of the memory that is free.
 
-    Layers in bfloat16 that oneDNN does not pack take no copy, and are patched whatever their size.  Eager steps
-    gain by it.  One thread of an AMD processor, float32, time over that without: Mamba-2 129M 0.93 for a node, 0.58 for
-    4, 0.66 for 16 and 0.89 for a prompt of 256; a Llama of SmolLM2-135M's sizes 0.90, 0.70, 0.77, 0.92.
+    Few rows of all layers run by numba's code where it is the faster, and layers in bfloat16 that oneDNN does not pack
+    in float32, without a copy.  Eager steps gain by it.  One thread of an AMD processor, float32, time over that
+    without: Mamba-2 129M 0.93 for a node, 0.58 for 4, 0.66 for 16 and 0.89 for a prompt of 256; a Llama of
+    SmolLM2-135M's sizes 0.90, 0.70, 0.77, 0.92.  Steps of the bundled pair, whose weights are small, on one and two
+    threads (Zen 5): 0.92 and 0.90 for a node, 0.93 and 0.90 for trees of 8, 0.94 and 0.94 for 16, 1.02 and 0.96 for 32.
     """
-    copied = [layer.weight for layer in _to_patch(model, LARGE) if _onednn_packs(layer.weight.dtype)]
-    if sum(weight.nbytes for weight in copied) <= psutil.virtual_memory().available // 2:
-        pack_linears(model, LARGE)
+    layers = _to_patch(model)
+    copied = [layer.weight for layer in layers if layer.weight.nbytes >= LARGE and _onednn_packs(layer.weight.dtype)]
+    has_room = sum(weight.nbytes for weight in copied) <= psutil.virtual_memory().available // 2
+    for layer in layers:
+        copies = has_room and layer.weight.nbytes >= LARGE
+        if copies or not _mkl_rows() or not _onednn_packs(layer.weight.dtype):
+            _patch(layer, copies=copies)
 
 
-def _to_patch(model: nn.Module, least: int) -> list[nn.Linear]:
-    """List the linear layers to patch: those that oneDNN packs have weights of so many bytes."""
+def _patch(layer: nn.Linear, *, copies: bool) -> None:
+    """Patch a layer, unless it is; a copy that was made stays."""
+    forward = layer.__dict__.get("forward")
+    has_patch = isinstance(forward, PatchedForward) and forward.func is _forward
+    if forward is None or not has_patch or copies > forward.args[-1].copies:
+        patch_forward(layer, _forward, PackedWeight(copies))
+
+
+def _to_patch(model: nn.Module) -> list[nn.Linear]:
+    """List the linear layers that can be patched."""
     if not torch.backends.mkldnn.is_available():
         return []
     layers = [module for module in model.modules() if type(module) is nn.Linear and not has_foreign_forward(module)]
-    supported = [layer for layer in layers if _is_supported(layer.weight)]
-    return [layer for layer in supported if layer.weight.nbytes >= least or not _onednn_packs(layer.weight.dtype)]
+    return [layer for layer in layers if _is_supported(layer.weight)]
 
 
 def _is_supported(weight: Tensor) -> bool:
@@ -205,14 +229,18 @@ def _mkl_rows() -> int:
     return 3 if capabilities.get("cpu_name", "").startswith("Intel") else 0
 
 
-def _suits_numba(weight: Tensor) -> bool:
-    """Whether numba's code, of one thread, is taken for few rows; in float32 it was not timed on Intel's processors.
+def _most_threads(weight: Tensor, copies: bool) -> int:
+    """Return up to how many threads few rows run by numba's code, of one thread, by a weight that ``_is_supported``.
 
-    The weight is one that ``_is_supported``.
+    It was not timed in float32 on Intel's processors.  On two threads it is faster than MKL by a small weight, and
+    slower than oneDNN by a copy, but on x86 without AVX-512.
     """
-    threads = 1 if _onednn_packs(torch.bfloat16) else 2  # two on x86 without AVX-512
-    is_faster = not _onednn_packs(weight.dtype) or (torch.get_num_threads() <= threads and not _mkl_rows())
-    return is_faster and weight.is_contiguous()
+    if not weight.is_contiguous() or (_onednn_packs(weight.dtype) and _mkl_rows()):
+        return 0
+    if not _onednn_packs(weight.dtype):
+        return MANY_THREADS
+    is_small = not copies and weight.dtype == torch.float32 and weight.nbytes < LARGE
+    return 2 if is_small or not _onednn_packs(torch.bfloat16) else 1
 
 
 def _few(weight: Tensor) -> int:
@@ -233,6 +261,7 @@ def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 def _array_of(weight: Tensor) -> Any:
     """Return a weight's memory as a NumPy array; NumPy has no bfloat16, so the bits of one are uint16."""
+    weight = weight.detach()
     return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
 
 
@@ -244,11 +273,12 @@ def _few_rows(x: Tensor, weight: Any) -> Tensor:
 
 def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
-    if torch.is_grad_enabled() or x.dtype != weight.dtype or not _is_supported(weight):
+    if torch.is_grad_enabled() or x.dtype != weight.dtype or not (packed.has_stored(weight) or _is_supported(weight)):
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
     if isinstance(x, FakeTensor):  # the call is being traced
         is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
-        if is_one_row and weight.dtype == torch.float32 and (weight.nbytes < LARGE or not _suits_numba(weight)):
+        suits_numba = weight.nbytes >= LARGE and torch.get_num_threads() <= _most_threads(weight, copies=True)
+        if is_one_row and weight.dtype == torch.float32 and not suits_numba:
             return _one_row(x, weight, bias)
         return torch.ops.stree.packed_linear(x, weight, bias, packed.number)  # type: ignore[no-any-return]
     return packed.linear(x, weight, bias)

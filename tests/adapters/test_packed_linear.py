@@ -181,6 +181,22 @@ def test_eager_steps_pack_large_weights_where_memory_is_free(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize(("mkl_rows", "threads", "stored"), [(0, 1, True), (0, 2, True), (0, 3, False), (3, 1, False)])
+def test_eager_steps_multiply_few_rows_by_small_weights_with_numba(
+    mkl_rows: int, threads: int, stored: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: mkl_rows)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
+    state = lm.new_state(1, 32, 2)
+    for length, is_few in ((3, True), (17, False)):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            lm.prefill(state, torch.ones(1, length, dtype=torch.long))
+        by_torch = any(event.key == "aten::linear" for event in profile.key_averages())
+        assert by_torch != (stored and is_few)
+        state.reset()
+
+
 @pytest.mark.parametrize(("processor", "rows"), [("Intel Xeon", 3), ("AMD EPYC", 0)])
 def test_few_rows_run_on_the_weight_as_stored_on_an_intel_processor(
     processor: str, rows: int, monkeypatch: pytest.MonkeyPatch
@@ -228,6 +244,16 @@ def test_another_dtype_or_a_gradient_runs_the_layer_itself() -> None:
     assert _error(layer.double(), x.double()) < 1e-12
     with torch.no_grad(), pytest.raises(RuntimeError, match="dtype"):
         layer(x)
+
+
+@pytest.mark.usefixtures("onednn")
+def test_a_second_tree_lm_leaves_the_packed_weights_of_a_model() -> None:
+    first = stree.TreeLM(tiny_model("mamba2", torch.float32))
+    first.compile()
+    lm = stree.TreeLM(first.model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        lm.prefill(lm.new_state(1, 16, 2), torch.tensor([[1, 2, 3]]))
+    assert any("_linear_pointwise" in event.key for event in profile.key_averages())
 
 
 def test_release_takes_packed_weights_off() -> None:
