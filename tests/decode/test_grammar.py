@@ -27,7 +27,7 @@ from stree.decode.batch_grammars import BatchGrammars
 from stree.decode.logits_processors import TreeProcessing
 from stree.decode.token_rules import TokenRules
 from stree.drafters import FusedDrafter, NoDrafter, SuffixDrafter
-from stree.growth import Calibrated
+from stree.growth import Calibrated, Static
 from stree.kernels.step.texts import Seen
 
 PATTERNS = ["(ab|c){1,4}a?", "[ab]{2}c{0,3}(ab)?", "a|bc"]
@@ -172,6 +172,19 @@ def test_a_text_that_is_whole_goes_on_where_no_stop_token_is_wanted() -> None:
     assert out.new_tokens[0] == [1, 2, END]
     out = stree.generate(launched(), PROMPTS[:1], stop_token_ids=[2], logit_bias=bias, **given)
     assert out.new_tokens[0] == [1, 2], "a letter that stops is no end of the text for the grammar"
+
+
+@pytest.mark.parametrize("pattern", ["(a|b|cx)+", "(a|b|c[xy]z)+"])  # the tokenizer has none of x, y and z
+def test_a_text_ends_with_an_error_where_its_own_tokens_cannot_be_followed_and_no_draft_ends_it(pattern: str) -> None:
+    prompts, ends = [[number, 8, number] for number in (4, 5, 7, 11)], set()
+    for drafts in ("none", "suffix", "model"):
+        given = {**way(drafts), **options([pattern] * 4), **({"growth": Static([3, 1])} if drafts == "model" else {})}
+        out = stree.generate(launched(), prompts, **given)
+        for new, reason in zip(out.new_tokens, out.stats["finish_reasons"], strict=True):
+            assert reason.startswith("error: grammar cannot be followed: the tokenizer has no token") == (3 in new)
+            assert 3 not in new or new.index(3) == len(new) - 2, "one token was drawn without a mask"
+        ends.add(str([new[: new.index(3)] if 3 in new else new for new in out.new_tokens]))
+    assert len(ends) == 1 and {3 in new for new in out.new_tokens} == {False, True}
 
 
 def test_a_stream_and_choices_and_lark() -> None:
