@@ -191,7 +191,8 @@ class _Row:
 
     def _follow(self, path: tuple[int, ...]) -> bool:
         """Let the matcher stand behind some more tokens; False where the grammar excludes them."""
-        if path[: len(self._path)] != self._path:  # copied: llguidance's rollback is wrong behind tokens like <[5]>
+        # Copied: llguidance's rollback is wrong behind tokens like <[5]>, and a matcher takes nothing after an error.
+        if path[: len(self._path)] != self._path or self._matcher.is_error():
             self._matcher, self._path = self._accepted.deep_copy(), ()
         begin = len(self._path)
         self._path = path[: begin + self._matcher.try_consume_tokens([*path[begin:]])]

@@ -187,6 +187,21 @@ def test_a_text_ends_with_an_error_where_its_own_tokens_cannot_be_followed_and_n
     assert len(ends) == 1 and {3 in new for new in out.new_tokens} == {False, True}
 
 
+def test_a_token_behind_which_a_grammar_is_too_complex_is_not_drawn_from_an_unmasked_distribution() -> None:
+    many = 1200  # optional parts, as a schema of as many optional properties has
+    rules = [f'w{number}: (A "c")? w{number + 1}' for number in range(many)]
+    grammar = Grammar.lark("\n".join(['start: (A | "c" w0)+', "A: /[ab]/", *rules, f'w{many}: "a"']))
+    given = {**options([None] * 2), "grammar": grammar}
+    plain = stree.generate(launched(), [PROMPTS[0], [5, 8, 5]], "none", **given)
+    assert [3 in new for new in plain.new_tokens] == [False, True], "only the second text meets the limit"
+    for drafts in ("suffix", "model"):
+        shape = {"growth": Static([3, 1])} if drafts == "model" else {}
+        out = stree.generate(launched(), [PROMPTS[0], [5, 8, 5]], **way(drafts) | shape, **given)
+        assert out.new_tokens == plain.new_tokens
+        assert out.stats["finish_reasons"] == plain.stats["finish_reasons"]
+    assert out.stats["finish_reasons"][1].startswith("error: grammar cannot be followed: Parser Error")
+
+
 def test_a_stream_and_choices_and_lark() -> None:
     given: dict[str, Any] = {"tokenizer": TOKENIZER, "max_new_tokens": 9, "stop_token_ids": [END]}
     stream = stree.stream(launched(), PROMPTS[0], grammar=Grammar.choice(["bab", "bac"]), **given)
