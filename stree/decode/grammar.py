@@ -31,7 +31,7 @@ NEEDED = "grammars need the package llguidance: pip install 'stree[grammar]'"
 
 def _llguidance() -> Any:
     try:
-        import llguidance.hf
+        import llguidance
     except ImportError as error:
         raise RuntimeError(NEEDED) from error
     return llguidance
@@ -257,10 +257,21 @@ def _tokens_of(tokenizer: Any, vocab_size: int) -> Any:
     known = _TOKENIZERS.setdefault(tokenizer, {})
     if vocab_size not in known:
         try:
-            known[vocab_size] = _llguidance().hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
+            known[vocab_size] = _llguidance().LLTokenizer(_serialized(tokenizer), vocab_size, tokenizer.eos_token_id)
         except ValueError as error:
             raise ValueError(f"grammar cannot use this tokenizer: {_short(error)}") from error
     return known[vocab_size]
+
+
+def _serialized(tokenizer: Any) -> str:
+    """Return a tokenizer's JSON, with a special token at each id that has none: llguidance reads as many as tokens."""
+    state, ids = json.loads(tokenizer.backend_tokenizer.to_str()), {*tokenizer.get_vocab().values()}
+    state |= {"padding": None, "truncation": None}
+    flags = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
+    for gap in {*range(max(ids))} - ids if isinstance(state["model"]["vocab"], dict) else ():
+        state["model"]["vocab"][name := f"<no token {gap}>"] = gap
+        state["added_tokens"].append({"id": gap, "content": name, **flags})
+    return json.dumps(state)
 
 
 def _usable(matcher: Any) -> Any:

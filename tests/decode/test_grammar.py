@@ -17,9 +17,9 @@ from helpers.captured import captured, launched, near_drafter
 from helpers.fast_cases import slow_unless
 from helpers.grammars import END, letters_tokenizer, masked, regular
 from helpers.tiny_models import VOCAB, path_to, random_tree, real_nodes, right_padded, tiny_model
-from tokenizers import normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import stree
 from stree import Grammar, Sampling, TokenTree
@@ -161,6 +161,17 @@ def test_certain_characters_that_the_tokenizer_changes_are_written_as_they_are(n
         given = {**options([text] * 3, max_new_tokens=12), "tokenizer": tokenizer}
         out = stree.generate(launched(), PROMPTS, **way(drafts), **given)
         assert {tokenizer.decode(new) for new in out.new_tokens} == {text}
+
+
+@pytest.mark.parametrize("end", [END, 40])
+def test_tokens_behind_ids_that_have_no_token_are_drawn_too(end: int) -> None:
+    tokenizer = Tokenizer(models.BPE({"<end>": end, "a": 1, "b": 2, "c": 30}, []))
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(use_regex=False), decoders.ByteLevel()
+    given = options(["[abc]+"], stop_token_ids=[end], sampling=Sampling(1.0), num_samples=30)
+    given["tokenizer"] = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    drawn = stree.generate(launched(), PROMPTS[:1], **way("model"), **given).new_tokens
+    assert {token for new in drawn for token in new} == {1, 2, 30, end}
 
 
 def test_a_text_that_is_whole_goes_on_where_no_stop_token_is_wanted() -> None:
