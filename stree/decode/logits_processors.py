@@ -153,7 +153,7 @@ class TreeProcessing:
         logits = self._by_grammar(self._grammars.verified, ruled, logits)
         if self._processor is None:
             return logits
-        return _process(self._processor, seen.tokens, seen.lengths, tree, logits, is_target=True)
+        return _process(self._processor, seen, seen.lengths, tree, logits, is_target=True)
 
     def _by_grammar(self, masked: Callable[[Tensor], Tensor], ruled: Tensor, logits: Tensor) -> Tensor:
         """Mask logits that the rules have changed; mask the unchanged ones where no token of a grammar is left."""
@@ -175,7 +175,7 @@ class TreeProcessing:
                 logits = _unless_none_is_left(masked, logits)
             if processor is None:
                 return logits
-            return _process(processor, seen.tokens, seen.lengths - 1, tree, logits, is_target=False)
+            return _process(processor, seen, seen.lengths - 1, tree, logits, is_target=False)
 
         return process
 
@@ -211,9 +211,9 @@ class TreeProcessing:
 
 
 def _process(
-    processor: NodeProcessor, tokens: Tensor, lengths: Tensor, tree: TokenTree, logits: Tensor, *, is_target: bool
+    processor: NodeProcessor, seen: Seen, lengths: Tensor, tree: TokenTree, logits: Tensor, *, is_target: bool
 ) -> Tensor:
-    """Process logits along the paths of trees below the first int64[batch] of int64[batch, max_length] tokens."""
+    """Process logits along the paths of trees below the first int64[batch] tokens of texts, but behind their ends."""
     if not processor.looks_at_text:
         flat = logits.flatten(0, 1)
         result = processor([], flat).to(flat)
@@ -222,12 +222,17 @@ def _process(
     first = tree.tokens.shape[1] - logits.shape[1]
     depths = torch.where(tree.is_padding, -1, tree.depths)
     is_reachable = depths >= 0
+    if seen.stop is not None:
+        goes_on = (tree.tokens[..., None] != seen.stop[:, None]).all(-1)
+        is_reachable &= goes_on if is_target else goes_on | (depths == 0)  # a draft may begin in the prompt
     for depth in range(int(depths.max()) + 1):
-        rows, columns = (depths == depth).nonzero(as_tuple=True)
-        if is_target and depth:
+        rows, columns = ((depths == depth) & is_reachable).nonzero(as_tuple=True)
+        if depth:
             above = tree.parents[rows, columns].long()
-            has_chance = result[rows, above, tree.tokens[rows, columns]] > -torch.inf
-            has_chance = is_reachable[rows, above] & (has_chance | _leaves_none(result[rows, above]))
+            has_chance = is_reachable[rows, above]
+            if is_target:
+                is_drawn = result[rows, above, tree.tokens[rows, columns]] > -torch.inf
+                has_chance &= is_drawn | _leaves_none(result[rows, above])
             is_reachable[rows, columns] = has_chance
             rows, columns = rows[has_chance], columns[has_chance]
         rows, columns = rows[columns >= first], columns[columns >= first]
@@ -235,7 +240,7 @@ def _process(
             continue
         paths = tree.ancestor_mask[rows, columns]
         nodes = [
-            Node(row, torch.cat([tokens[row, : number[row]], tree.tokens[row, path]]))
+            Node(row, torch.cat([seen.tokens[row, : number[row]], tree.tokens[row, path]]))
             for row, path in zip(rows.tolist(), paths, strict=True)
         ]
         own = logits[rows, columns - first]
