@@ -86,19 +86,18 @@ class Seen:
         tokens: int64[batch, max_length], those of ``Texts``; up to the pending one a step changes nothing.
         lengths: int64[batch], tokens before the pending one; a copy.
         pending: int64[batch], a copy.
-        nodes, stop: those of ``Texts``, to which nothing writes within a step.
+        nodes: that of ``Texts``, to which nothing writes within a step.
     """
 
     tokens: Tensor
     lengths: Tensor
     pending: Tensor
     nodes: Tensor | None = None
-    stop: Tensor | None = None
 
     @classmethod
     def of(cls, texts: Texts) -> Seen:
         """Copy the present lengths and pending tokens."""
-        return cls(texts.tokens, texts.lengths.clone(), texts.pending.clone(), texts.nodes, texts.stop)
+        return cls(texts.tokens, texts.lengths.clone(), texts.pending.clone(), texts.nodes)
 
     def update(self, texts: Texts) -> None:
         """Copy the present lengths and pending tokens to the same memory, where captured work reads them."""
