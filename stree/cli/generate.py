@@ -166,7 +166,7 @@ def _run(lm: Any, prompt_ids: list[int], drafter: Any, options: dict[str, Any]) 
     from stree.generation import GenerationError, GenerationInterrupted, generate
 
     try:
-        return generate(lm, [prompt_ids], drafter, **options), 0
+        output = generate(lm, [prompt_ids], drafter, **options)
     except GenerationInterrupted as interrupt:
         _end(options)
         return interrupt.output, 130
@@ -174,6 +174,10 @@ def _run(lm: Any, prompt_ids: list[int], drafter: Any, options: dict[str, Any]) 
         _end(options)
         print(f"stree: error: {error}", file=sys.stderr)
         return error.output, 2
+    errors = [reason for reason in output.stats["finish_reasons"] if reason.startswith("error: ")]
+    if errors:
+        print(f"stree: {errors[0]}", file=sys.stderr)
+    return output, 2 if errors else 0
 
 
 def _end(options: dict[str, Any]) -> None:

@@ -132,19 +132,25 @@ class _Row:
 
     Attributes:
         length: tokens of the text that were accepted, those of the prompt included.
-        problem: why the grammar cannot be followed, or None.
     """
 
     def __init__(self, grammar: CompiledGrammar, prompt_length: int) -> None:
         self._grammar, self.length = grammar, prompt_length
         self._accepted, self._matcher = grammar.matcher(), grammar.matcher()  # behind the text, and behind ``_path``
-        self.problem: Exception | None = None
+        self._problems = dict[tuple[int, ...], Exception]()  # by tokens behind the text: no mask could be made there
         self._is_over = False  # tokens stand behind its end, which the host has not seen yet
         self._path: tuple[int, ...] = ()  # tokens of a tree that the matcher has taken, too
         self._masks: dict[tuple[int, ...], Any] = {}  # by the tokens behind the text; what drafts have needed
 
+    @property
+    def problem(self) -> Exception | None:
+        """Why the grammar cannot be followed behind the text, or None."""
+        return self._problems.get(())
+
     def advance(self, tokens: list[int]) -> None:
         """Take tokens of the text."""
+        reached = [one for path, one in self._problems.items() if path == tuple(tokens[: len(path)])]
+        self._problems = {(): reached[0]} if reached else {}
         self._is_over |= self._accepted.try_consume_tokens(tokens) < len(tokens)
         self._matcher, self._path = self._accepted.deep_copy(), ()
         self.length += len(tokens)
@@ -157,7 +163,7 @@ class _Row:
                 is_allowed = self._allows(path) and self._follow(path)
                 self._masks[path] = self._grammar.mask(self._matcher) if is_allowed else None
             except ValueError as problem:
-                self.problem, self._is_over, self._masks[path] = problem, True, None
+                self._problems[path], self._masks[path] = problem, None
         return self._masks[path]
 
     def masks(self, first: int, start: int, tokens: list[int], parents: list[int]) -> dict[int, Any]:
@@ -185,7 +191,8 @@ class _Row:
 
     def _follow(self, path: tuple[int, ...]) -> bool:
         """Let the matcher stand behind some more tokens; False where the grammar excludes them."""
-        if path[: len(self._path)] != self._path:  # copied: llguidance's rollback is wrong behind tokens like <[5]>
+        # Copied: llguidance's rollback is wrong behind tokens like <[5]>, and a matcher takes nothing after an error.
+        if path[: len(self._path)] != self._path or self._matcher.is_error():
             self._matcher, self._path = self._accepted.deep_copy(), ()
         begin = len(self._path)
         self._path = path[: begin + self._matcher.try_consume_tokens([*path[begin:]])]

@@ -25,12 +25,13 @@ __all__ = ["CompiledGrammar", "Grammar", "GrammarEnd"]
 
 WHITESPACE = r"( |\n[ \t]{0,32})"  # between two parts of a JSON document
 MOST_CHARACTERS = 1 << 20  # of a grammar
+NO_TOKEN = "the tokenizer has no token for what must follow"
 NEEDED = "grammars need the package llguidance: pip install 'stree[grammar]'"
 
 
 def _llguidance() -> Any:
     try:
-        import llguidance.hf
+        import llguidance
     except ImportError as error:
         raise RuntimeError(NEEDED) from error
     return llguidance
@@ -195,21 +196,35 @@ class CompiledGrammar:
                 bit = np.uint8(1 << token % 8)
                 is_end = is_whole and token in self.ends
                 mask[token // 8] = mask[token // 8] | bit if is_end else mask[token // 8] & ~bit
+        if not mask.any():
+            raise ValueError(f"grammar cannot be followed: {NO_TOKEN}")
         return mask
 
 
 class GrammarEnd:
-    """Ends a text where its grammar lets nothing follow: an ``Observer``."""
+    """Ends a text where its grammar lets nothing follow, or cannot be followed: an ``Observer``.
+
+    Attributes:
+        problem: why it cannot be followed, or None.
+    """
 
     needs_logits = False
 
     def __init__(self, grammar: CompiledGrammar) -> None:
-        self._matcher = grammar.matcher()
+        self._grammar, self._matcher = grammar, grammar.matcher()
+        self.problem: Exception | None = None
 
     def observe(self, tokens: Sequence[int], logits: Tensor | None) -> int | None:
         """Return how many of the next tokens end the text, or None."""
         for place, token in enumerate(tokens, 1):
-            if self._matcher.try_consume_tokens([token]) and self._matcher.is_stopped():
+            if self._matcher.try_consume_tokens([token]):
+                if self._matcher.is_stopped():
+                    return place
+                continue
+            try:
+                self._grammar.mask(self._matcher)
+            except ValueError as problem:
+                self.problem = problem
                 return place
         return None
 
@@ -242,10 +257,21 @@ def _tokens_of(tokenizer: Any, vocab_size: int) -> Any:
     known = _TOKENIZERS.setdefault(tokenizer, {})
     if vocab_size not in known:
         try:
-            known[vocab_size] = _llguidance().hf.from_tokenizer(tokenizer, n_vocab=vocab_size)
+            known[vocab_size] = _llguidance().LLTokenizer(_serialized(tokenizer), vocab_size, tokenizer.eos_token_id)
         except ValueError as error:
             raise ValueError(f"grammar cannot use this tokenizer: {_short(error)}") from error
     return known[vocab_size]
+
+
+def _serialized(tokenizer: Any) -> str:
+    """Return a tokenizer's JSON, with a special token at each id that has none: llguidance reads as many as tokens."""
+    state, ids = json.loads(tokenizer.backend_tokenizer.to_str()), {*tokenizer.get_vocab().values()}
+    state |= {"padding": None, "truncation": None}
+    flags = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
+    for gap in {*range(max(ids))} - ids if isinstance(state["model"]["vocab"], dict) else ():
+        state["model"]["vocab"][name := f"<no token {gap}>"] = gap
+        state["added_tokens"].append({"id": gap, "content": name, **flags})
+    return json.dumps(state)
 
 
 def _usable(matcher: Any) -> Any:
@@ -253,7 +279,7 @@ def _usable(matcher: Any) -> Any:
     if matcher.is_error():
         reason = str(matcher.get_error()).partition("<state>")[0]  # behind it is the state of llguidance's parser
         if "NoExtensionBias" in reason:
-            reason = "the tokenizer has no token for what must follow"
+            reason = NO_TOKEN
         raise ValueError(f"grammar cannot be followed: {_short(reason)}")
     return matcher
 

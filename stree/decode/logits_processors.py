@@ -89,6 +89,7 @@ class TreeProcessing:
 
     def __init__(self, processor: NodeProcessor | None, batch: int, vocab_size: int, device: torch.device) -> None:
         self._processor, self._sizes = processor, (vocab_size, device)
+        self._stops = [frozenset[int]()] * batch
         self._rules, self._grammars = BatchTokenRules(batch, *self._sizes), BatchGrammars(batch, *self._sizes)
 
     @property
@@ -107,9 +108,10 @@ class TreeProcessing:
 
     def begin(
         self, row: int, processors: Sequence[LogitsProcessor], rules: TokenRules, grammar: CompiledGrammar | None,
-        prompt_length: int,
+        prompt_length: int, stops: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """Use other processors, rules and another grammar for a row, whose prompt has so many tokens."""
+        """Use other processors, rules, stop tokens and another grammar for a row, whose prompt has so many tokens."""
+        self._stops[row] = stops
         self._rules.begin(row, rules, prompt_length)
         self._grammars.begin(row, grammar, prompt_length)
         if self._processor is not None:
@@ -153,7 +155,7 @@ class TreeProcessing:
         logits = self._by_grammar(self._grammars.verified, ruled, logits)
         if self._processor is None:
             return logits
-        return _process(self._processor, seen.tokens, seen.lengths, tree, logits, is_target=True)
+        return _process(self._processor, self._stops, seen.tokens, seen.lengths, tree, logits, is_target=True)
 
     def _by_grammar(self, masked: Callable[[Tensor], Tensor], ruled: Tensor, logits: Tensor) -> Tensor:
         """Mask logits that the rules have changed; mask the unchanged ones where no token of a grammar is left."""
@@ -164,7 +166,7 @@ class TreeProcessing:
 
     def draft(self, seen: Seen) -> TreeProcessor:
         """Return what processes a draft model's logits; they stay its own where no token would be left."""
-        processor, rules, grammars = self._processor, self._rules, self._grammars
+        processor, stops, rules, grammars = self._processor, self._stops, self._rules, self._grammars
 
         def process(tree: TokenTree, logits: Tensor) -> Tensor:
             own = logits
@@ -175,7 +177,7 @@ class TreeProcessing:
                 logits = _unless_none_is_left(masked, logits)
             if processor is None:
                 return logits
-            return _process(processor, seen.tokens, seen.lengths - 1, tree, logits, is_target=False)
+            return _process(processor, stops, seen.tokens, seen.lengths - 1, tree, logits, is_target=False)
 
         return process
 
@@ -211,9 +213,13 @@ class TreeProcessing:
 
 
 def _process(
-    processor: NodeProcessor, tokens: Tensor, lengths: Tensor, tree: TokenTree, logits: Tensor, *, is_target: bool
-) -> Tensor:
-    """Process logits along the paths of trees below the first int64[batch] of int64[batch, max_length] tokens."""
+    processor: NodeProcessor, stops: Sequence[frozenset[int]], tokens: Tensor, lengths: Tensor, tree: TokenTree,
+    logits: Tensor, *, is_target: bool,
+) -> Tensor:  # fmt: skip
+    """Process logits along the paths of trees below the first int64[batch] of int64[batch, max_length] tokens.
+
+    Nothing is called behind a stop token: ``stops`` has those of each row.
+    """
     if not processor.looks_at_text:
         flat = logits.flatten(0, 1)
         result = processor([], flat).to(flat)
@@ -221,13 +227,17 @@ def _process(
     result, number = logits.clone(), lengths.tolist()
     first = tree.tokens.shape[1] - logits.shape[1]
     depths = torch.where(tree.is_padding, -1, tree.depths)
-    is_reachable = depths >= 0
+    goes_on = [[token not in own for token in row] for row, own in zip(tree.tokens.tolist(), stops, strict=False)]
+    begins = -1 if is_target else 0  # a draft may begin in the prompt
+    is_reachable = (depths >= 0) & (torch.tensor(goes_on, device=depths.device) | (depths == begins))
     for depth in range(int(depths.max()) + 1):
-        rows, columns = (depths == depth).nonzero(as_tuple=True)
-        if is_target and depth:
+        rows, columns = ((depths == depth) & is_reachable).nonzero(as_tuple=True)
+        if depth:
             above = tree.parents[rows, columns].long()
-            has_chance = result[rows, above, tree.tokens[rows, columns]] > -torch.inf
-            has_chance = is_reachable[rows, above] & (has_chance | _leaves_none(result[rows, above]))
+            has_chance = is_reachable[rows, above]
+            if is_target:
+                is_drawn = result[rows, above, tree.tokens[rows, columns]] > -torch.inf
+                has_chance &= is_drawn | _leaves_none(result[rows, above])
             is_reachable[rows, columns] = has_chance
             rows, columns = rows[has_chance], columns[has_chance]
         rows, columns = rows[columns >= first], columns[columns >= first]

@@ -81,12 +81,16 @@ class Text:
             )
             is_stopped |= end is not None
             tokens = tokens[:end]
+            if isinstance(observer, GrammarEnd):
+                self.error = observer.problem
         self.new += tokens
         if request.logprobs is not None and logprobs is not None:
             self.logprobs += read_logprobs(logprobs[: len(tokens)], request.logprobs)
         if request.streamer is not None:
             request.streamer.put(torch.tensor(tokens))
-        if is_stopped or tokens[-1] in request.stop_token_ids:
+        if self.error is not None:
+            self.end(f"error: {self.error}")
+        elif is_stopped or tokens[-1] in request.stop_token_ids:
             self.end("stop")
         elif len(self.new) >= request.max_new_tokens:
             self.end("length")

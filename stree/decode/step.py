@@ -294,5 +294,6 @@ class DecodeStep:
     def _write_rules(self, row: int, request: Request) -> None:
         """Write how the tokens of a row are drafted and drawn."""
         self.texts.limit_nodes(row, request.budget)
-        self.processing.begin(row, request.processors, request.rules, request.grammar, len(request.prompt))
+        given = request.processors, request.rules, request.grammar, len(request.prompt), request.stop_token_ids
+        self.processing.begin(row, *given)
         self.sampling.write(row, request.sampling)

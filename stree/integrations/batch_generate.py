@@ -139,7 +139,9 @@ class RowGenerator:
             tokenizer=self.tokenizer, **self._rules(requests), **self._endings, **self.options,
         )  # fmt: skip
         return [
-            {
+            _rejected(reason.removeprefix("error: "))
+            if reason.startswith("error: ")
+            else {
                 "text": text_of(self._token_bytes, prompt, tokens, own),
                 "token_ids": tokens,
                 "finish_reason": reason,
@@ -192,6 +194,6 @@ def _grammar(request: Mapping[str, Any]) -> Grammar | None:
     return grammar
 
 
-def _rejected(error: Exception) -> dict[str, Any]:
-    """Return the result of a row that cannot be run, and is the only one of its call."""
+def _rejected(error: Exception | str) -> dict[str, Any]:
+    """Return the result of a row that cannot be run; an error is that of a call with no other row."""
     return {"reason": str(error).splitlines()[0].replace("prompt 0", "the prompt", 1)}

@@ -17,9 +17,9 @@ from helpers.captured import captured, launched, near_drafter
 from helpers.fast_cases import slow_unless
 from helpers.grammars import END, letters_tokenizer, masked, regular
 from helpers.tiny_models import VOCAB, path_to, random_tree, real_nodes, right_padded, tiny_model
-from tokenizers import normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedTokenizerFast
 
 import stree
 from stree import Grammar, Sampling, TokenTree
@@ -27,7 +27,7 @@ from stree.decode.batch_grammars import BatchGrammars
 from stree.decode.logits_processors import TreeProcessing
 from stree.decode.token_rules import TokenRules
 from stree.drafters import FusedDrafter, NoDrafter, SuffixDrafter
-from stree.growth import Calibrated
+from stree.growth import Calibrated, Static
 from stree.kernels.step.texts import Seen
 
 PATTERNS = ["(ab|c){1,4}a?", "[ab]{2}c{0,3}(ab)?", "a|bc"]
@@ -163,6 +163,17 @@ def test_certain_characters_that_the_tokenizer_changes_are_written_as_they_are(n
         assert {tokenizer.decode(new) for new in out.new_tokens} == {text}
 
 
+@pytest.mark.parametrize("end", [END, 40])
+def test_tokens_behind_ids_that_have_no_token_are_drawn_too(end: int) -> None:
+    tokenizer = Tokenizer(models.BPE({"<end>": end, "a": 1, "b": 2, "c": 30}, []))
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True, normalized=False)])
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(use_regex=False), decoders.ByteLevel()
+    given = options(["[abc]+"], stop_token_ids=[end], sampling=Sampling(1.0), num_samples=30)
+    given["tokenizer"] = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    drawn = stree.generate(launched(), PROMPTS[:1], **way("model"), **given).new_tokens
+    assert {token for new in drawn for token in new} == {1, 2, 30, end}
+
+
 def test_a_text_that_is_whole_goes_on_where_no_stop_token_is_wanted() -> None:
     given: dict[str, Any] = {"grammar": Grammar.regex("(ab)+"), "tokenizer": TOKENIZER, "max_new_tokens": 6}
     bias = {END: 100.0}
@@ -172,6 +183,34 @@ def test_a_text_that_is_whole_goes_on_where_no_stop_token_is_wanted() -> None:
     assert out.new_tokens[0] == [1, 2, END]
     out = stree.generate(launched(), PROMPTS[:1], stop_token_ids=[2], logit_bias=bias, **given)
     assert out.new_tokens[0] == [1, 2], "a letter that stops is no end of the text for the grammar"
+
+
+@pytest.mark.parametrize("pattern", ["(a|b|cx)+", "(a|b|c[xy]z)+"])  # the tokenizer has none of x, y and z
+def test_a_text_ends_with_an_error_where_its_own_tokens_cannot_be_followed_and_no_draft_ends_it(pattern: str) -> None:
+    prompts, ends = [[number, 8, number] for number in (4, 5, 7, 11)], set()
+    for drafts in ("none", "suffix", "model"):
+        given = {**way(drafts), **options([pattern] * 4), **({"growth": Static([3, 1])} if drafts == "model" else {})}
+        out = stree.generate(launched(), prompts, **given)
+        for new, reason in zip(out.new_tokens, out.stats["finish_reasons"], strict=True):
+            assert reason.startswith("error: grammar cannot be followed: the tokenizer has no token") == (3 in new)
+            assert 3 not in new or new.index(3) == len(new) - 2, "one token was drawn without a mask"
+        ends.add(str([new[: new.index(3)] if 3 in new else new for new in out.new_tokens]))
+    assert len(ends) == 1 and {3 in new for new in out.new_tokens} == {False, True}
+
+
+def test_a_token_behind_which_a_grammar_is_too_complex_is_not_drawn_from_an_unmasked_distribution() -> None:
+    many = 1200  # optional parts, as a schema of as many optional properties has
+    rules = [f'w{number}: (A "c")? w{number + 1}' for number in range(many)]
+    grammar = Grammar.lark("\n".join(['start: (A | "c" w0)+', "A: /[ab]/", *rules, f'w{many}: "a"']))
+    given = {**options([None] * 2), "grammar": grammar}
+    plain = stree.generate(launched(), [PROMPTS[0], [5, 8, 5]], "none", **given)
+    assert [3 in new for new in plain.new_tokens] == [False, True], "only the second text meets the limit"
+    for drafts in ("suffix", "model"):
+        shape = {"growth": Static([3, 1])} if drafts == "model" else {}
+        out = stree.generate(launched(), [PROMPTS[0], [5, 8, 5]], **way(drafts) | shape, **given)
+        assert out.new_tokens == plain.new_tokens
+        assert out.stats["finish_reasons"] == plain.stats["finish_reasons"]
+    assert out.stats["finish_reasons"][1].startswith("error: grammar cannot be followed: Parser Error")
 
 
 def test_a_stream_and_choices_and_lark() -> None:

@@ -242,3 +242,26 @@ def test_infinite_logits_name_a_token_but_are_no_distribution() -> None:
     assert out.sequences == [[5, 6, 7, 5, 5, 5, 5]]
     with pytest.raises(ValueError, match="the target's logits are infinite after the prompt"):
         stree.generate(lm, [[5, 6, 7]], sampling=stree.Sampling(0.8), logits_processor=forced)
+
+
+@pytest.mark.parametrize("drafts", ["none", "suffix", "model"])
+def test_no_processor_is_called_with_a_text_behind_its_end(drafts: str) -> None:
+    near = tiny_model("mamba2")
+    with torch.no_grad():
+        near.lm_head.weight.add_(0.01)
+    drafter = ModelDrafter(patched(near)) if drafts == "model" else drafts
+    prompts = [[5, 6, 7], [3, 8], [9, 9, 2, 5]]
+    given: dict[str, Any] = {"stop_token_ids": [8, 9], "max_new_tokens": 12, "budget": 8}
+
+    def constraint(prompt: list[int]) -> LogitsProcessor:
+        def few(input_ids: Tensor, logits: Tensor) -> Tensor:
+            assert not {8, 9}.intersection(input_ids[0, len(prompt) :].tolist()), "a state machine has no state there"
+            allowed = torch.full_like(logits, -torch.inf)
+            allowed[:, 2:10] = logits[:, 2:10]
+            return allowed
+
+        return few
+
+    each = [constraint(prompt) for prompt in prompts]
+    out = stree.generate(patched(tiny_model("mamba2")), prompts, drafter, logits_processor=each, **given)
+    assert "stop" in out.stats["finish_reasons"] and len({len(new) for new in out.new_tokens}) > 1

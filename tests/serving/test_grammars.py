@@ -15,6 +15,7 @@ from helpers.captured import captured, launched, near_drafter
 from helpers.fast_cases import slow_unless
 from helpers.grammars import END, letters_tokenizer
 from helpers.http_served import PROMPT, Served
+from helpers.tiny_models import tiny_model
 
 import stree
 from stree import Grammar, Sampling
@@ -189,3 +190,22 @@ def test_the_command_continues_by_a_schema_or_an_expression(tmp_path: Any, capsy
     assert report["text"].removeprefix("x = ").isdigit() and report["finish_reason"] == "stop"
     assert "cannot read --json-schema" in error_of(capsys, "generate", "x", "--json-schema", str(tmp_path / "none"))
     assert "regex cannot be read" in error_of(capsys, "generate", "x", "--regex", "(a")
+
+
+CANNOT_WRITE = "grammar cannot be followed: the tokenizer has no token for what must follow"
+
+
+def test_a_row_that_cannot_be_followed_is_no_result_and_ends_no_other() -> None:
+    generator = RowGenerator(launched(), LETTERS, SuffixDrafter(), max_new_tokens=9)
+    rows: Any = [
+        {"prompt": PROMPTS[0], "logit_bias": {"3": 50.0}, "guided_regex": one} for one in ("(a|cx)b", "[ab]{2}c")
+    ]
+    found = generator.run([request_of(row) for row in rows])
+    assert found[0] == {"reason": CANNOT_WRITE} and found[1]["token_ids"][2:] == [3]
+
+
+def test_the_command_says_that_a_grammar_cannot_be_followed(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    LETTERS.save_pretrained(tmp_path)
+    tiny_model("mamba2").save_pretrained(tmp_path)
+    asked = ("--target", str(tmp_path), "--logit-bias", '{"3": 50}', "--regex", "(a|cx)b")
+    assert f"stree: error: {CANNOT_WRITE}" in error_of(capsys, "generate", "ab", *asked)
