@@ -56,8 +56,10 @@ def checksum(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal digits.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: it cannot be read, or is a pipe, of whose rows none would be left to read.
     """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise ValueError(f"cannot read {path}: the input is read more than once, so it must be a regular file")
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

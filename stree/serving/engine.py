@@ -215,9 +215,8 @@ class Engine:
                 self._waiting.remove(item)
                 item[0].finish("cancelled")
             can_begin = self._waiting and self._prefill is None and len(self._begun()) < self.max_batch
-            following = self._waiting.popleft() if can_begin else None
-        if following is not None:
-            self._begin(*following)
+        if can_begin:
+            self._begin(*self._waiting[0])
         return bool(self._begun() or self._waiting) or self._closing is None
 
     def _begun(self) -> list[tuple[RequestHandle, Request]]:
@@ -229,16 +228,17 @@ class Engine:
         """Begin to prefill a request, unless it has to wait for requests that run with other weights."""
         try:
             if not self._batch.takes_up_weights(self._cache):
-                with self._changed:
-                    return self._waiting.appendleft((handle, request))
+                return
             handle.note("started")
             handle.prefixes.begin()
             row, layers = self._batch.new_row(), self._drafter.hidden_layers
             prefill = PromptRun(self.lm, request.prompt, row, handle.prefixes, layers, handle.reads_prompt)
         except Exception as error:
+            self._waiting.popleft()
             return handle.finish("error", error)
         handle.num_cached = prefill.num_cached
-        self._prefill = handle, request, prefill
+        with self._changed:
+            self._prefill = *self._waiting.popleft(), prefill
 
     def _prefill_chunk(self) -> None:
         """Run the next chunk of the prompt that is prefilled; after the last one its sequence joins the batch."""

@@ -6,6 +6,7 @@ Run: python -m pytest tests/integrations/test_batch.py
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -205,6 +206,7 @@ COMMANDS = {
     "nowhere.jsonl --out out": "cannot read nowhere.jsonl: No such file or directory",
     "torn.parquet --out out": "cannot read torn.parquet as Parquet: ",
     ". --out out": "cannot read .: Is a directory",
+    "pipe --out out": "cannot read pipe: the input is read more than once, so it must be a regular file",
 }
 
 
@@ -222,10 +224,11 @@ def test_a_mistake_is_named_before_anything_is_written(
     monkeypatch.chdir(tmp_path)
     Path("input.jsonl").write_text('{"prompt": "w1"}\n')
     Path("torn.parquet").write_bytes(b"PAR1")
+    os.mkfifo("pipe")
     words = command.split()
     error = error_of(capsys, "batch", *words, *([] if "--target" in words else ["--target", target_folder]))
     assert COMMANDS[command] in error and len(error.splitlines()) == 1, error
-    assert {path.name for path in tmp_path.iterdir()} == {"input.jsonl", "torn.parquet"}
+    assert {path.name for path in tmp_path.iterdir()} == {"input.jsonl", "torn.parquet", "pipe"}
 
 
 def test_without_ray_the_command_says_what_to_install(

@@ -109,6 +109,20 @@ def test_threads_read_while_the_engine_runs(engine: stree.Engine) -> None:
     assert read == [handle.tokens] * 3 and len(read[0]) == LIMITS[7]
 
 
+class _Exiting(SuffixDrafter):
+    """Ends the thread that starts it."""
+
+    def start(self, *arguments: Any, **options: Any) -> Any:
+        raise SystemExit
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_ends_where_the_engine_s_thread_ends_while_it_begins() -> None:
+    engine = stree.Engine(launched(), _Exiting(), budget=4, max_batch=2, max_length=96)
+    with engine, pytest.raises(RuntimeError, match="the engine's thread has ended by an error"):
+        submit(engine, 0).result(20)
+
+
 class _SlowToStart(SuffixDrafter):
     """Starts once it may."""
 
