@@ -96,14 +96,17 @@ def by_method(run: str) -> str:
 
 
 def by_tree() -> str:
-    """Show the run of growths at equal budgets, all suites together: tau, draft calls and nodes a step at each T."""
-    (loaded,) = load_runs([RESULTS / "baselines"])
-    titles = [f"{name}, T {t:g}" for t in loaded.config["temperatures"] for name in ("tau", "draft calls", "nodes")]
+    """Show the runs of growths at equal budgets, all suites together: tau, draft calls and nodes a step at each T."""
+    runs = load_runs([RESULTS / "depth-and-typical", RESULTS / "baselines"])
+    titles = [f"{name}, T {t:g}" for t in runs[0].config["temperatures"] for name in ("tau", "draft calls", "nodes")]
     lines: dict[str, list[str]] = {}
-    for row in sorted(loaded.pooled, key=lambda row: row["temperature"]):
-        name = with_form(row).replace(DEFAULT_RATES, "rates of the default")
-        figures = [tau(row), f"{row['draft_calls']:.1f}", f"{row['verified']:.1f}"]
-        lines[name] = lines.get(name, []) + figures
+    for run in runs:
+        own: dict[str, list[str]] = {}
+        for row in sorted(run.pooled, key=lambda row: row["temperature"]):
+            name = with_form(row).replace(DEFAULT_RATES, "rates of the default")
+            figures = [tau(row), f"{row['draft_calls']:.1f}", f"{row['verified']:.1f}"]
+            own[name] = own.get(name, []) + figures
+        lines = {**own, **lines}
     return table(["method", *titles], [[name, *figures] for name, figures in lines.items()])
 
 
