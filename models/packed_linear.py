@@ -36,6 +36,7 @@ from torch import Tensor, library, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stree.kernels.dispatch import host_can_read
+from stree.models.fused.fused_layers import in_tree
 from stree.models.patching import PatchedForward, has_foreign_forward, patch_forward, unpatched_forward
 
 __all__ = ["pack_large_linears", "pack_linears"]
@@ -127,18 +128,23 @@ class PackedWeight:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
+        y = self._product_of_few(x, weight)
+        if y is None and _onednn_packs(weight.dtype):
+            return self._packed_product(x, weight, bias) if self.copies else nn.functional.linear(x, weight, bias)
+        y = _in_float32(x, weight) if y is None else y
+        return (y if bias is None else y.add_(bias)).to(x.dtype)
+
+    def _product_of_few(self, x: Tensor, weight: Tensor) -> Tensor | None:
+        """Compute x weight^T by numba's code, or return None where it is not the faster."""
+        if not host_can_read(weight):
+            return None
         stored = self._stored
         if stored is None or not self.has_stored(weight):
             threads = _most_threads(weight, self.copies)
-            self._stored = stored = _Stored(weight, weight.data_ptr(), _array_of(weight), _few(weight), threads)
+            array = _array_of(weight) if threads else None
+            self._stored = stored = _Stored(weight, weight.data_ptr(), array, _few(weight), threads)
         is_few = 0 < x.numel() <= stored.most_rows * x.shape[-1] and torch.get_num_threads() <= stored.most_threads
-        if is_few and host_can_read(weight):
-            y = _few_rows(x, stored.array)
-        elif not _onednn_packs(weight.dtype):
-            y = _in_float32(x, weight)
-        else:
-            return self._packed_product(x, weight, bias) if self.copies else nn.functional.linear(x, weight, bias)
-        return (y if bias is None else y.add_(bias)).to(x.dtype)
+        return _few_rows(x, stored.array) if is_few else None
 
     def _packed_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias with the packed copy, or by MKL where that is the faster."""
@@ -180,11 +186,13 @@ def pack_linears(model: nn.Module) -> None:
 def pack_large_linears(model: nn.Module) -> None:
     """Pack weights of 3 MiB or more, where the copies take no more than half of the memory that is free.
 
-    Few rows of all layers run by numba's code where it is the faster, and layers in bfloat16 that oneDNN does not pack
-    in float32, without a copy.  Eager steps gain by it.  One thread of an AMD processor, float32, time over that
+    Few rows of a tree run by numba's code where it is the faster, and layers in bfloat16 that oneDNN does not pack in
+    float32, without a copy.  Eager steps gain by it.  One thread of an AMD processor, float32, time over that
     without: Mamba-2 129M 0.93 for a node, 0.58 for 4, 0.66 for 16 and 0.89 for a prompt of 256; a Llama of
-    SmolLM2-135M's sizes 0.90, 0.70, 0.77, 0.92.  Steps of the bundled pair, whose weights are small, on one and two
-    threads (Zen 5): 0.92 and 0.90 for a node, 0.93 and 0.90 for trees of 8, 0.94 and 0.94 for 16, 1.02 and 0.96 for 32.
+    SmolLM2-135M's sizes 0.90, 0.70, 0.77, 0.92.  Steps of the bundled pair, whose weights are small, three runs on one
+    thread (Zen 5): 0.90 to 0.93 for a node, 0.85 to 0.95 for trees of 8, 0.89 to 0.96 for 16, 1.01 to 1.02 for 32; on
+    two 0.90 to 0.92, 0.90 to 0.98, 0.94 to 0.98, 0.96 to 1.01.  Calls of the model by others stay as they were, but for
+    layers that have a copy.
     """
     layers = _to_patch(model)
     copied = [layer.weight for layer in layers if layer.weight.nbytes >= LARGE and _onednn_packs(layer.weight.dtype)]
@@ -273,7 +281,9 @@ def _few_rows(x: Tensor, weight: Any) -> Tensor:
 
 def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
-    if torch.is_grad_enabled() or x.dtype != weight.dtype or not (packed.has_stored(weight) or _is_supported(weight)):
+    is_ours = packed.copies or in_tree() or not _onednn_packs(weight.dtype)  # else a plain call, which stays as it was
+    is_ours = is_ours and (packed.has_stored(weight) or _is_supported(weight))
+    if torch.is_grad_enabled() or x.dtype != weight.dtype or not is_ours:
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
     if isinstance(x, FakeTensor):  # the call is being traced
         is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])

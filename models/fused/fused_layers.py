@@ -24,8 +24,8 @@ from stree.models.fused.lazy_residual import LazyResidual, normalise
 from stree.models.patching import has_foreign_forward, is_hooked, patch_forward, unpatched_forward
 
 __all__ = [
-    "FUSED", "as_lazy_residual", "deferred_norm", "fused_scope", "gated_norm", "in_fused_scope", "patch_fused_layers",
-    "with_fused_rotary",
+    "FUSED", "as_lazy_residual", "deferred_norm", "fused_scope", "gated_norm", "in_fused_scope", "in_tree",
+    "patch_fused_layers", "with_fused_rotary",
 ]  # fmt: skip
 
 FUSED = ("experts", "gated_activation", "rms_norm", "rms_norm_add", "rotary")  # operations that a fused scope runs
@@ -34,6 +34,11 @@ RENAMING = "transformers.utils.deprecation"  # its wrapper of a forward renames 
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=False)
 in_fused_scope = _is_fused.get  # whether the model runs inside one that fuses
 _may_defer: ContextVar[Callable[[], bool]] = ContextVar("may_defer")
+
+
+def in_tree() -> bool:
+    """Whether the model runs inside a ``fused_scope``: it scores a tree."""
+    return _may_defer.get(None) is not None
 
 
 @contextmanager

@@ -124,7 +124,7 @@ class Engine:
         Raises:
             ValueError, TypeError: a parameter outside its range or of another kind; nothing has run.
             QueueFull: too many requests wait.
-            RuntimeError: the engine is closed, or its thread has ended by an error.
+            RuntimeError: the engine is closed, or its thread has ended by an error or runs in a parent process.
         """
         check_flags(cache=cache, trees=trees)
         num_alternatives = alternatives("prompt_logprobs", self.lm, prompt_logprobs)
@@ -138,8 +138,8 @@ class Engine:
         check_stops(request)
         handle.start(request, num_alternatives)
         with self._changed:
-            if self.problem is not None:
-                raise RuntimeError(self.problem)
+            if self.problem is not None or not self._thread.is_alive():
+                raise RuntimeError(self.problem or "the engine runs in the process that this one was forked from")
             if self.max_queue is not None and self.totals.num_open >= (most := self.max_batch + self.max_queue):
                 raise QueueFull(f"{self.totals.num_open} requests run or wait already, of at most {most}")
             self._waiting.append((handle, request))

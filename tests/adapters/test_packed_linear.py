@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -188,13 +189,18 @@ def test_eager_steps_multiply_few_rows_by_small_weights_with_numba(
     monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: mkl_rows)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     lm = stree.TreeLM(tiny_model("mamba2", torch.float32))
-    state = lm.new_state(1, 32, 2)
-    for length, is_few in ((3, True), (17, False)):
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            lm.prefill(state, torch.ones(1, length, dtype=torch.long))
+    state, prompt = lm.new_state(1, 64, 17), torch.tensor([[1, 2, 3]])
+    runs: dict[str, Callable[[], Any]] = {
+        "prompt": lambda: lm.prefill(state, prompt),
+        "few": lambda: lm.verify(state, stree.TokenTree.chain([1] * 16)),
+        "many": lambda: lm.verify(state, stree.TokenTree.chain([1] * 17)),
+        "plain call": lambda: lm.model(prompt),
+    }
+    for name, run in runs.items():
+        with torch.no_grad(), torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run()
         by_torch = any(event.key == "aten::linear" for event in profile.key_averages())
-        assert by_torch != (stored and is_few)
-        state.reset()
+        assert by_torch != (stored and name == "few"), name
 
 
 @pytest.mark.parametrize(("processor", "rows"), [("Intel Xeon", 3), ("AMD EPYC", 0)])

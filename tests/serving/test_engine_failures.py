@@ -3,7 +3,9 @@
 Run: python -m pytest tests/serving/test_engine_failures.py
 """
 
+import os
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -134,6 +136,21 @@ class _SlowToStart(SuffixDrafter):
         self.is_asked.set()
         assert self.may_start.wait(20)
         return super().start(*arguments, **options)
+
+
+def test_a_forked_process_cannot_use_its_parent_s_engine(engine: stree.Engine) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of forks beside threads
+        child = os.fork()
+    if not child:
+        try:
+            engine.submit([1, 2], max_new_tokens=2)
+        except RuntimeError as error:
+            os._exit(0 if "forked from" in str(error) else 2)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(submit(engine, 0).result(60).sequences) == 1
 
 
 def test_without_a_queue_no_request_waits_while_another_one_begins() -> None:
