@@ -2,22 +2,19 @@
 
 Many rows run on a copy of the weight in oneDNN's layout.  A few rows run on one thread by numba's code, which reads the
 weight as it is stored.  One thread of an AMD processor with AVX-512, whole forwards in float32, oneDNN's time over
-numba's (of an earlier version, as fast within 3 %): the bundled target 1.56 for 2 rows, 1.28
-for 4, 1.21 for 8 and 1.03 for 16; Mamba-2 129M, of large weights, 1.34, 1.02, 0.88 and 0.82.  In bfloat16 that one
-takes by numba's code 0.84 of the time for one row (not compiled) and 0.78 for 2, and more for 4.  It was not timed on
-Intel's processors, where MKL is the fastest for up to three rows.  With several threads oneDNN multiplies four rows
-faster than one or two by a large weight, which a cache does not hold; they are repeated.  In a compiled function one
-row in float32 is a sum over products, which inductor fuses with its neighbours; by a large weight numba's code is the
-faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.  In bfloat16 inductor's sums are slow on
-some processors: a node of Mamba-2 129M takes 29.8 ms on one thread of an AMD processor (Zen 5), 9.6 by numba's code,
-and 16.8 on two, 8.8 by oneDNN.
+numba's: the bundled target 1.56 for 2 rows, 1.28 for 4, 1.21 for 8 and 1.03 for 16; Mamba-2 129M, of large weights,
+1.34, 1.02, 0.88 and 0.82; in bfloat16 numba's is the faster for 1 and 2 rows.  Without AVX-512, for Mamba-2 129M, 2.3
+for one row, 1.7 for 4, 1.7 for 8, 1.5 for 16 and 0.96 for 32, and on two threads, of which numba's code has one, 1.5,
+1.3, 1.2, 1.04 and 0.92.  On Intel's processors MKL is the fastest for up to three rows.  With several threads oneDNN
+multiplies four rows faster than one or two by a large weight, which a cache does not hold; they are repeated.
 
-On an AMD processor without AVX-512 oneDNN's time for Mamba-2 129M in float32, not compiled, over numba's is 2.3 for one
-row, 1.7 for 4, 1.7 for 8, 1.5 for 16 and 0.96 for 32 on one thread, and on two, of which numba's code has one, 1.5,
-1.3, 1.2, 1.04 and 0.92.  Where oneDNN does not pack bfloat16, as on x86 without AVX-512, torch multiplies by it slowly:
-up to 16 rows run by numba's code on any number of threads, more of them in float32 by pieces of the weight.  One thread
-of an AMD processor of that kind, Mamba-2 129M, not compiled, an earlier version's time over torch's own: 0.90 for one
-row, 0.38 for 4, 0.28 for 16, 0.27 for 64, 0.27 for a prompt of 512.
+In a compiled function one row in float32 is a sum over products, which inductor fuses with its neighbours; by a large
+weight numba's code is the faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.  In bfloat16
+inductor's sums are slow on some processors: a node of Mamba-2 129M takes 29.8 ms on one thread of an AMD processor (Zen
+5), 9.6 by numba's code, and 16.8 on two, 8.8 by oneDNN.
+
+Where oneDNN does not pack bfloat16, as on x86 without AVX-512, torch multiplies by it slowly: up to 16 rows run by
+numba's code on any number of threads, more of them in float32 by pieces of the weight, in 0.27 of the time for 64.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
@@ -43,7 +40,6 @@ __all__ = ["pack_large_linears", "pack_linears"]
 
 LARGE = 3 << 20  # bytes of a weight that no cache holds
 FEW, FEW_OF_LARGE, FEW_IN_BFLOAT16 = 16, 4, 2  # rows, for which numba's products with a weight are the faster
-MANY_THREADS = 1 << 30  # more than there are
 PIECE = 1 << 18  # numbers of a weight that are turned to float32 at once: a cache holds them
 
 
@@ -85,16 +81,28 @@ class _Packing:
 
 
 class _Stored(NamedTuple):
-    """A weight that is supported, the address of its memory, and the same memory as a NumPy array.
+    """A weight that is supported, the address of its memory, and numba's product of it with up to ``most_rows`` rows.
 
-    Up to ``most_rows`` rows run by numba's code on up to ``most_threads`` threads.
+    The product is the faster on up to ``most_threads`` threads.
     """
 
     weight: Tensor
     address: int
-    array: Any
+    product: Callable[[Tensor], Tensor]
     most_rows: int
     most_threads: int
+
+    @classmethod
+    def of(cls, weight: Tensor, copies: bool) -> _Stored:
+        """Describe a weight; NumPy has no bfloat16, so the bits of one are uint16."""
+        from stree.kernels.linear.cpu import linear  # imports numba
+
+        memory = weight.detach().view(torch.uint16) if weight.dtype == torch.bfloat16 else weight.detach()
+        return cls(weight, weight.data_ptr(), partial(linear, weight=memory.numpy()), *_limits(weight, copies))
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether this is the weight, in the same memory."""
+        return self.weight is weight and self.address == weight.data_ptr()
 
 
 class PackedWeight:
@@ -121,10 +129,10 @@ class PackedWeight:
     def __reduce__(self) -> Any:
         return PackedWeight, (self.copies,)
 
-    def has_stored(self, weight: Tensor) -> bool:
-        """Whether this is the weight, in the memory, that the last product was formed with."""
+    def takes(self, weight: Tensor) -> bool:
+        """Whether a weight is supported; what was found holds for it as long as it is in the same memory."""
         stored = self._stored
-        return stored is not None and stored.weight is weight and stored.address == weight.data_ptr()
+        return (stored is not None and stored.is_of(weight)) or _is_supported(weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
@@ -139,12 +147,10 @@ class PackedWeight:
         if not host_can_read(weight):
             return None
         stored = self._stored
-        if stored is None or not self.has_stored(weight):
-            threads = _most_threads(weight, self.copies)
-            array = _array_of(weight) if threads else None
-            self._stored = stored = _Stored(weight, weight.data_ptr(), array, _few(weight), threads)
+        if stored is None or not stored.is_of(weight):
+            self._stored = stored = _Stored.of(weight, self.copies)
         is_few = 0 < x.numel() <= stored.most_rows * x.shape[-1] and torch.get_num_threads() <= stored.most_threads
-        return _few_rows(x, stored.array) if is_few else None
+        return stored.product(x) if is_few else None
 
     def _packed_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias with the packed copy, or by MKL where that is the faster."""
@@ -186,13 +192,12 @@ def pack_linears(model: nn.Module) -> None:
 def pack_large_linears(model: nn.Module) -> None:
     """Pack weights of 3 MiB or more, where the copies take no more than half of the memory that is free.
 
-    Few rows of a tree run by numba's code where it is the faster, and layers in bfloat16 that oneDNN does not pack in
-    float32, without a copy.  Eager steps gain by it.  One thread of an AMD processor, float32, time over that
-    without: Mamba-2 129M 0.93 for a node, 0.58 for 4, 0.66 for 16 and 0.89 for a prompt of 256; a Llama of
-    SmolLM2-135M's sizes 0.90, 0.70, 0.77, 0.92.  Steps of the bundled pair, whose weights are small, three runs on one
-    thread (Zen 5): 0.90 to 0.93 for a node, 0.85 to 0.95 for trees of 8, 0.89 to 0.96 for 16, 1.01 to 1.02 for 32; on
-    two 0.90 to 0.92, 0.90 to 0.98, 0.94 to 0.98, 0.96 to 1.01.  Calls of the model by others stay as they were, but for
-    layers that have a copy.
+    Others run without a copy: few rows of a tree by numba's code where it is the faster, and bfloat16 that oneDNN does
+    not pack.  Plain calls of the model multiply as before by small weights that oneDNN packs.  Time of eager steps over
+    that without, one thread of an AMD processor, float32: Mamba-2 129M 0.93 for a node, 0.58 for 4, 0.66 for 16 and
+    0.89 for a prompt of 256; a Llama of SmolLM2-135M's sizes 0.90, 0.70, 0.77, 0.92; the bundled pair, of small weights
+    (Zen 5), 0.90 to 0.93 for a node, 0.89 to 0.96 for 16, 1.01 to 1.02 for 32, on two threads 0.90 to 0.92, 0.94 to
+    0.98, 0.96 to 1.01.
     """
     layers = _to_patch(model)
     copied = [layer.weight for layer in layers if layer.weight.nbytes >= LARGE and _onednn_packs(layer.weight.dtype)]
@@ -237,27 +242,19 @@ def _mkl_rows() -> int:
     return 3 if capabilities.get("cpu_name", "").startswith("Intel") else 0
 
 
-def _most_threads(weight: Tensor, copies: bool) -> int:
-    """Return up to how many threads few rows run by numba's code, of one thread, by a weight that ``_is_supported``.
+def _limits(weight: Tensor, copies: bool) -> tuple[int, int]:
+    """Return up to how many rows, and on how many threads, numba's code is the faster for a weight that is supported.
 
-    It was not timed in float32 on Intel's processors.  On two threads it is faster than MKL by a small weight, and
-    slower than oneDNN by a copy, but on x86 without AVX-512.
+    It has one thread, and was not timed in float32 on Intel's processors.
     """
+    is_float32 = weight.dtype == torch.float32
     if not weight.is_contiguous() or (_onednn_packs(weight.dtype) and _mkl_rows()):
-        return 0
-    if not _onednn_packs(weight.dtype):
-        return MANY_THREADS
-    is_small = not copies and weight.dtype == torch.float32 and weight.nbytes < LARGE
-    return 2 if is_small or not _onednn_packs(torch.bfloat16) else 1
-
-
-def _few(weight: Tensor) -> int:
-    """Return up to how many rows numba's code is the faster for a weight."""
+        return 0, 0
     if not _onednn_packs(torch.bfloat16):  # x86 without AVX-512
-        return FEW
-    if weight.dtype == torch.bfloat16:
-        return FEW_IN_BFLOAT16
-    return FEW_OF_LARGE if weight.nbytes >= LARGE else FEW
+        return FEW, 2 if is_float32 else 1 << 30  # any number of threads
+    if not is_float32:
+        return FEW_IN_BFLOAT16, 1
+    return (FEW_OF_LARGE, 1) if weight.nbytes >= LARGE else (FEW, 1 if copies else 2)
 
 
 def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -267,27 +264,14 @@ def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(pieces, -1)
 
 
-def _array_of(weight: Tensor) -> Any:
-    """Return a weight's memory as a NumPy array; NumPy has no bfloat16, so the bits of one are uint16."""
-    weight = weight.detach()
-    return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
-
-
-def _few_rows(x: Tensor, weight: Any) -> Tensor:
-    from stree.kernels.linear.cpu import linear  # imports numba
-
-    return linear(x, weight)
-
-
 def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
     is_ours = packed.copies or in_tree() or not _onednn_packs(weight.dtype)  # else a plain call, which stays as it was
-    is_ours = is_ours and (packed.has_stored(weight) or _is_supported(weight))
-    if torch.is_grad_enabled() or x.dtype != weight.dtype or not is_ours:
+    if torch.is_grad_enabled() or x.dtype != weight.dtype or not (is_ours and packed.takes(weight)):
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
     if isinstance(x, FakeTensor):  # the call is being traced
         is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
-        suits_numba = weight.nbytes >= LARGE and torch.get_num_threads() <= _most_threads(weight, copies=True)
+        suits_numba = weight.nbytes >= LARGE and torch.get_num_threads() <= _limits(weight, copies=True)[1]
         if is_one_row and weight.dtype == torch.float32 and not suits_numba:
             return _one_row(x, weight, bias)
         return torch.ops.stree.packed_linear(x, weight, bias, packed.number)  # type: ignore[no-any-return]

@@ -35,6 +35,7 @@ from benchmarks.serving.load import chunks, served, speed
 BUDGETS = {
     "plain": ("--budget", "1"),
     "chain:4": ("--growth", "chain:4", "--budget", "5"),  # the root and 4 drafted tokens
+    "tree:8": ("--budget", "8"),
     "tree:16": ("--budget", "16"),
     "auto": ("--budget", "auto"),
 }

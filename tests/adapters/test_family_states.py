@@ -129,7 +129,7 @@ def test_a_model_with_a_vision_tower_is_refused() -> None:
 
 @pytest.mark.parametrize("family", matrix())
 def test_neither_a_trees_forward_nor_a_commit_reads_the_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "_most_threads", lambda *_: 0)  # on the CPU numba reads the weights' memory
+    monkeypatch.setattr(packed_linear, "_limits", lambda *_: (0, 0))  # on the CPU numba reads the weights' memory
     decoding = Decoding(family_model(family), [6, 9])
     decoding.step([8, 8])
 
