@@ -149,8 +149,8 @@ class _Row:
 
     def advance(self, tokens: list[int]) -> None:
         """Take tokens of the text."""
-        reached = [one for path, one in self._problems.items() if path == tuple(tokens[: len(path)])]
-        self._problems = {(): reached[0]} if reached else {}
+        met = [problem for path, problem in self._problems.items() if path == tuple(tokens[: len(path)])]
+        self._problems = {(): met[0]} if met else {}  # those of other paths of the tree are no problem of the text
         self._is_over |= self._accepted.try_consume_tokens(tokens) < len(tokens)
         self._matcher, self._path = self._accepted.deep_copy(), ()
         self.length += len(tokens)

@@ -268,8 +268,11 @@ def _serialized(tokenizer: Any) -> str:
     state, ids = json.loads(tokenizer.backend_tokenizer.to_str()), {*tokenizer.get_vocab().values()}
     state |= {"padding": None, "truncation": None}
     flags = {"special": True, **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)}
-    for gap in {*range(max(ids))} - ids if isinstance(state["model"]["vocab"], dict) else ():
-        state["model"]["vocab"][name := f"<no token {gap}>"] = gap
+    vocab = state["model"]["vocab"]
+    gaps = {*range(max(ids))} - ids if isinstance(vocab, dict) else ()  # a list, as unigram's, has none
+    for gap in gaps:
+        name = f"<no token {gap}>"
+        vocab[name] = gap
         state["added_tokens"].append({"id": gap, "content": name, **flags})
     return json.dumps(state)
 

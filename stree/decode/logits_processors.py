@@ -227,9 +227,11 @@ def _process(
     result, number = logits.clone(), lengths.tolist()
     first = tree.tokens.shape[1] - logits.shape[1]
     depths = torch.where(tree.is_padding, -1, tree.depths)
-    goes_on = [[token not in own for token in row] for row, own in zip(tree.tokens.tolist(), stops, strict=False)]
-    begins = -1 if is_target else 0  # a draft may begin in the prompt
-    is_reachable = (depths >= 0) & (torch.tensor(goes_on, device=depths.device) | (depths == begins))
+    has_ended = [[token in own for token in row] for row, own in zip(tree.tokens.tolist(), stops, strict=True)]
+    ends = torch.tensor(has_ended, device=depths.device)
+    if not is_target:  # a draft's first column is a token of the text, where a prompt may have a stop token
+        ends &= depths > 0
+    is_reachable = (depths >= 0) & ~ends
     for depth in range(int(depths.max()) + 1):
         rows, columns = ((depths == depth) & is_reachable).nonzero(as_tuple=True)
         if depth:

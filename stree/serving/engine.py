@@ -216,7 +216,7 @@ class Engine:
                 item[0].finish("cancelled")
             can_begin = self._waiting and self._prefill is None and len(self._begun()) < self.max_batch
         if can_begin:
-            self._begin(*self._waiting[0])
+            self._begin(*self._waiting[0])  # it leaves the queue when it has begun, so that it is always in a list
         return bool(self._begun() or self._waiting) or self._closing is None
 
     def _begun(self) -> list[tuple[RequestHandle, Request]]:

@@ -97,7 +97,7 @@ def test_a_processor_is_not_asked_about_a_text_that_it_has_ruled_out() -> None:
         return logits.masked_fill(torch.arange(VOCAB) % 2 == 1, -torch.inf)
 
     tree = TokenTree(torch.tensor([8, 3, 2, 4, 10, 11]), torch.tensor([-1, 0, 0, 1, 2, 4], dtype=torch.int32))
-    TreeProcessing(each_node(only_even), 2, VOCAB, CPU).target(seen([[4, 6, 8]]), tree, torch.zeros(1, 6, VOCAB))
+    TreeProcessing(each_node(only_even), 1, VOCAB, CPU).target(seen([[4, 6, 8]]), tree, torch.zeros(1, 6, VOCAB))
     assert asked == [[4, 6, 8], [4, 6, 8, 2], [4, 6, 8, 2, 10]]
 
 
@@ -226,7 +226,7 @@ def test_a_processor_may_return_another_dtype(dtype: torch.dtype) -> None:
 
 
 def test_a_draft_model_keeps_its_own_distribution_where_a_processor_leaves_none() -> None:
-    processing, tree = TreeProcessing(each_node(ends_at_six), 2, VOCAB, CPU), TokenTree.chain([5, 0, 3])
+    processing, tree = TreeProcessing(each_node(ends_at_six), 1, VOCAB, CPU), TokenTree.chain([5, 0, 3])
     draft = processing.draft(seen([[1, 2, 3, 4, 5]]))
     logits = torch.randn(1, 3, VOCAB)
     assert torch.equal(draft(tree, logits), logits)

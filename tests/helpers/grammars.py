@@ -17,9 +17,9 @@ END = 0
 
 
 @cache
-def letters_tokenizer(letters: str = "abc") -> Any:
-    """Make a tokenizer of an end, token 0, and of letters, from token 1 on."""
-    vocabulary = {letter: place for place, letter in enumerate(letters, 1)} | {"<end>": END}
+def letters_tokenizer(letters: str = "abc", ids: Sequence[int] = range(1, 1000), end: int = END) -> Any:
+    """Make a tokenizer of letters, from token 1 on or with other ids, and of an end."""
+    vocabulary = dict(zip(letters, ids, strict=False)) | {"<end>": end}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
