@@ -27,6 +27,7 @@ from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import psutil
 import torch
 from torch import Tensor, library, nn
@@ -49,35 +50,32 @@ class _Packing:
 
     Attributes:
         weight: the tensor that was packed.
-        source: its memory, kept so that no other tensor takes it.
-        address: of that memory.
+        address: of its memory, which no other tensor takes while ``sample`` is a view of it.
         version: number of writes to the weight before it was packed.
+        sample: some of its numbers: writes through ``data``, as by peft's merges, have no version.
+        sampled: what they were.
         packed: the copy.
-        most_few: most numbers of an input that MKL multiplies faster.
-        repeats_rows: whether four rows are multiplied faster than one or two.
     """
 
     weight: Tensor
-    source: Tensor
     address: int
     version: int
+    sample: np.ndarray
+    sampled: bytes
     packed: Tensor
-    most_few: int
-    repeats_rows: bool
 
     @classmethod
     def of(cls, weight: Tensor) -> _Packing:
         """Pack a weight; if another thread writes to it meanwhile, its version says later that it has changed."""
-        version, source, mkl_rows = weight._version, weight.detach(), _mkl_rows()
-        return cls(
-            weight, source, source.data_ptr(), version, torch.ops.mkldnn._reorder_linear_weight(source),
-            most_few=mkl_rows * weight.shape[1] if weight.dtype == torch.float32 else 0,
-            repeats_rows=weight.nbytes >= LARGE and not mkl_rows,
-        )  # fmt: skip
+        version, source = weight._version, weight.detach()
+        sample = _in_numpy(source[:: len(source) // 4 + 1, :64])
+        sampled, packed = sample.tobytes(), torch.ops.mkldnn._reorder_linear_weight(source)
+        return cls(weight, source.data_ptr(), version, sample, sampled, packed)
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether this is the weight as it is now."""
-        return self.weight is weight and self.version == weight._version and self.address == weight.data_ptr()
+        is_it = self.weight is weight and self.version == weight._version and self.address == weight.data_ptr()
+        return is_it and self.sample.tobytes() == self.sampled
 
 
 class _Stored(NamedTuple):
@@ -94,11 +92,11 @@ class _Stored(NamedTuple):
 
     @classmethod
     def of(cls, weight: Tensor, copies: bool) -> _Stored:
-        """Describe a weight; NumPy has no bfloat16, so the bits of one are uint16."""
+        """Describe a weight."""
         from stree.kernels.linear.cpu import linear  # imports numba
 
-        memory = weight.detach().view(torch.uint16) if weight.dtype == torch.bfloat16 else weight.detach()
-        return cls(weight, weight.data_ptr(), partial(linear, weight=memory.numpy()), *_limits(weight, copies))
+        product = partial(linear, weight=_in_numpy(weight.detach()))
+        return cls(weight, weight.data_ptr(), product, *_limits(weight, copies))
 
     def is_of(self, weight: Tensor) -> bool:
         """Whether this is the weight, in the same memory."""
@@ -156,21 +154,17 @@ class PackedWeight:
         """Compute x weight^T + bias with the packed copy, or by MKL where that is the faster."""
         packing = self._packing
         if packing is None or not packing.is_of(weight):
-            packing = self._pack(weight)
-        if x.numel() <= packing.most_few:
+            with self._lock:  # another thread may have just packed it
+                packing = self._packing
+                if packing is None or not packing.is_of(weight):
+                    self._packing = packing = _Packing.of(weight)
+        rows, mkl_rows = x.numel() // x.shape[-1], _mkl_rows()
+        if rows <= mkl_rows and weight.dtype == torch.float32:
             return nn.functional.linear(x, weight, bias)
-        if packing.repeats_rows and (rows := x.numel() // x.shape[-1]) in (1, 2):
+        if rows in (1, 2) and weight.nbytes >= LARGE and not mkl_rows:  # four are multiplied faster
             repeated = x.reshape(rows, -1).repeat(4 // rows, 1)
             return _product(repeated, packing.packed, bias, "none", [], "")[:rows].view(*x.shape[:-1], -1)
         return _product(x, packing.packed, bias, "none", [], "")
-
-    def _pack(self, weight: Tensor) -> _Packing:
-        """Pack a weight, unless another thread has just done so."""
-        with self._lock:
-            packing = self._packing
-            if packing is None or not packing.is_of(weight):
-                self._packing = packing = _Packing.of(weight)
-            return packing
 
 
 _product: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise
@@ -222,6 +216,11 @@ def _to_patch(model: nn.Module) -> list[nn.Linear]:
         return []
     layers = [module for module in model.modules() if type(module) is nn.Linear and not has_foreign_forward(module)]
     return [layer for layer in layers if _is_supported(layer.weight)]
+
+
+def _in_numpy(weight: Tensor) -> np.ndarray:
+    """Return a weight's memory as an array; NumPy has no bfloat16, so the bits of one are uint16."""
+    return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
 
 
 def _is_supported(weight: Tensor) -> bool:

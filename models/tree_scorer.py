@@ -120,8 +120,9 @@ class TreeScorer(PatchedModel):
         """Pack the weights of linear layers, and compile scoring and commit with torch.compile's backend, inductor.
 
         Linear layers in float32, or in bfloat16 where oneDNN packs it, run on a second copy of their weights in its
-        layout wherever no gradient is kept.  It is made again after a weight was replaced or written to; a write in
-        place through its ``data`` is not seen.  Weights that were loaded under ``torch.inference_mode`` are not packed.
+        layout wherever no gradient is kept.  It is made again after a weight was replaced or written to; in place
+        through its ``data``, if some of 256 numbers have changed, as all do where peft merges an adapter.  Weights that
+        were loaded under ``torch.inference_mode`` are not packed.
 
         On a CPU a small model's step is mostly calls of operators, of which the compiled functions make few.  They need
         a C++ compiler.  Each kind of call is compiled when it occurs for the first time, in seconds to a minute, and
