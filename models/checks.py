@@ -52,10 +52,9 @@ def check_mixer(path: str, mixer: Any) -> None:
     kind = type(mixer).__name__
     for name, part in mixer.named_modules():
         where = f"{path}.{name} ({type(part).__name__})" if name else f"{path} ({kind})"
-        if name == CONVOLUTION and type(part).forward is not nn.Conv1d.forward:
-            raise NotImplementedError(
-                f"{where} is not a plain Conv1d, whose weights trees use; merge the adapter into it"
-            )
+        is_wrapped = name == UNIT and not hasattr(type(part), "_rnn_scan")
+        if is_wrapped or (name == CONVOLUTION and type(part).forward is not nn.Conv1d.forward):
+            raise NotImplementedError(f"{where} is not the model's, whose weights trees use; merge the adapter into it")
         if name in ("", CONVOLUTION, UNIT) and has_foreign_forward(part):
             raise NotImplementedError(
                 f"{where} has a replaced forward, which trees would not run; "

@@ -102,6 +102,8 @@ def patch_mamba1(mixer: Any, placement: Placement) -> Mamba1Spec:
 def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
     """Score a tree."""
     layer = step.state.layers[mixer.layer_idx, Mamba1Spec]
+    if "parametrizations" in mixer._modules:  # an adapter of peft on A_log parametrizes it during each call alone
+        layer.A.copy_(-torch.exp(mixer.A_log.to(layer.A.dtype)))
     projected, by_head = mixer.in_proj(hidden_states), hasattr(mixer, "x_proj_weight")
     # Zamba's projection interleaves x and gate; kernels need contiguous channels.
     x, gate = projected.unflatten(2, (-1, 2)).movedim(3, 0).contiguous() if by_head else projected.chunk(2, dim=2)

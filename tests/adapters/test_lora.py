@@ -70,6 +70,21 @@ def parts(model: Any) -> Iterator[tuple[Any, str, Any]]:
                 yield parent, name, part
 
 
+class ParamWrapper(nn.Module):
+    """A module one of whose parameters is another one during its calls, as with ``target_parameters`` of peft."""
+
+    def __init__(self, base_layer: Any, parameter_name: str) -> None:
+        super().__init__()
+        self.base_layer, self.parameter_name = base_layer, parameter_name
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        nn.utils.parametrize.register_parametrization(self.base_layer, self.parameter_name, Rolled())
+        try:
+            return self.base_layer(*args, **kwargs)
+        finally:
+            nn.utils.parametrize.remove_parametrizations(self.base_layer, self.parameter_name, leave_parametrized=False)
+
+
 def check_trees(lm: TreeLM, model: Any, plain: Any = None) -> None:
     """Compare a ragged batch of trees with a model's forward, which is far from that of the plain one."""
     decoding = Decoding(model, [9, 3], lm=lm)
@@ -86,6 +101,15 @@ def test_trees_run_the_adapters_of_every_projection(family: str) -> None:
         if type(part) is nn.Linear and not isinstance(parent, Lora):
             setattr(parent, name, Lora(part))
     check_trees(TreeLM(copy.deepcopy(model)), model, plain)
+
+
+@pytest.mark.parametrize("family", ["falcon_mamba", "mamba"])
+def test_trees_use_a_parametrization_that_is_there_during_calls_of_the_mixer_alone(family: str) -> None:
+    model = family_model(family)
+    for parent in [*model.modules()]:
+        if hasattr(getattr(parent, "mixer", None), "A_log"):
+            parent.mixer = ParamWrapper(parent.mixer, "A_log")
+    check_trees(TreeLM(copy.deepcopy(model)), model, family_model(family))
 
 
 @pytest.mark.parametrize("family", EVERY_ADAPTER)
@@ -157,11 +181,12 @@ def test_trees_run_what_else_the_expansion_of_latents_computes(family: str, chan
     check_trees(TreeLM(model), model, plain)
 
 
-def test_an_adapter_on_a_convolution_that_the_model_calls_is_refused() -> None:
+@pytest.mark.parametrize("name", ["conv_1d", "rg_lru"])
+def test_an_adapter_on_a_part_of_a_recurrent_block_whose_weights_trees_use_is_refused(name: str) -> None:
     model = family_model("recurrent_gemma")
     block = model.model.layers[0].temporal_block
-    block.conv_1d = Wrapped(block.conv_1d)
-    with pytest.raises(NotImplementedError, match=r"block.conv_1d \(Wrapped\) is not a plain Conv1d, whose weights"):
+    setattr(block, name, ParamWrapper(getattr(block, name), name))
+    with pytest.raises(NotImplementedError, match=rf"block.{name} \(ParamWrapper\) is not the model's, whose"):
         TreeLM(model)
 
 
