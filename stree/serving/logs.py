@@ -39,8 +39,22 @@ class _Formatter(logging.Formatter):
         return line if trace is None else f"{line}\n{trace}"
 
 
+class _OneASecond(logging.Filter):
+    """Passes one error a second of connections that no open file is left for, of which asyncio logs thousands."""
+
+    _last = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is written."""
+        if "socket.accept() out of system resource" not in record.msg:
+            return True
+        is_due = record.created - self._last >= 1
+        self._last = record.created if is_due else self._last
+        return is_due
+
+
 def configure(form: str, level: str) -> None:
-    """Write the records of this package and of uvicorn to standard error.
+    """Write the records of this package, of uvicorn and of asyncio to standard error.
 
     Args:
         form: "text" or "json".
@@ -49,7 +63,8 @@ def configure(form: str, level: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(is_json=form == "json"))
-    for name in ("stree", "uvicorn"):
+    handler.addFilter(_OneASecond())
+    for name in ("stree", "uvicorn", "asyncio"):
         found = logging.getLogger(name)
         found.handlers, found.propagate = [handler], False
     logging.getLogger("stree").setLevel(level.upper())

@@ -6,9 +6,11 @@ Run: python -m pytest tests/serving/test_logs.py
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import re
+import socket
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -26,7 +28,7 @@ BODY: dict[str, Any] = {"model": "tiny", "prompt": PROMPT, "max_tokens": 3, "n":
 @pytest.fixture(autouse=True)
 def loggers() -> Iterator[None]:
     """Leave the loggers of the process as they were."""
-    found = [logging.getLogger(name) for name in ("stree", "uvicorn")]
+    found = [logging.getLogger(name) for name in ("stree", "uvicorn", "asyncio")]
     before = [(each.handlers, each.propagate, each.level) for each in found]
     yield
     for each, (handlers, propagate, level) in zip(found, before, strict=True):
@@ -108,3 +110,21 @@ def test_a_stream_is_logged_by_how_it_has_ended(end: str, status: int, capsys: p
     asyncio.run(guard(scope, receive, send))
     assert sent[0]["status"] == 200 and (b"the server stops" in sent[-1]["body"]) == (end == "server stops")
     assert json.loads(capsys.readouterr().err)["status"] == status
+
+
+def test_connections_that_no_file_is_left_for_are_a_line_a_second(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accept(_: socket.socket) -> Any:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    async def connect() -> None:
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, backlog=99)
+        with socket.create_connection(server.sockets[0].getsockname()):
+            await asyncio.sleep(0.2)
+            server.close()
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    configure("json", "info")
+    asyncio.run(connect())
+    assert "Too many open files" in json.loads(capsys.readouterr().err)["traceback"]
