@@ -11,6 +11,7 @@ where the tokenizer would write others.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,6 +27,7 @@ __all__ = ["CompiledGrammar", "Grammar", "GrammarEnd"]
 WHITESPACE = r"( |\n[ \t]{0,32})"  # between two parts of a JSON document
 MOST_CHARACTERS = 1 << 20  # of a grammar
 NO_TOKEN = "the tokenizer has no token for what must follow"
+QUOTED_OR_REFUSED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|[\[,]\s*(temperature|stop)\s*=')
 NEEDED = "grammars need the package llguidance: pip install 'stree[grammar]'"
 
 
@@ -110,6 +112,8 @@ class Grammar:
                 text = gbnf_to_lark(grammar) if "::=" in grammar else grammar
             except GbnfToLarkError as error:
                 raise ValueError(str(error)) from error
+            if refused := next(filter(None, QUOTED_OR_REFUSED.findall(text)), None):
+                raise ValueError(f"{refused}= of a rule is not supported; lazy, suffix= and max_tokens= are")
             return library.LLMatcher.grammar_from_lark(text)
 
         return cls._checked("lark", grammar, make)

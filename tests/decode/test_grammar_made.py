@@ -28,6 +28,8 @@ BYTES, NUMBERS, ONE = (cast(Any, value) for value in (b"a", [1], 1))
         (lambda: Grammar.choice("ab"), "choice must be a list of at least one string, got 'ab'"),
         (lambda: Grammar.lark('begin: "a"'), "lark cannot be read: no start rule found"),
         (lambda: Grammar.lark('root ::= "a" |)'), "lark cannot be read: "),
+        (lambda: Grammar.lark("start: a\na[capture, temperature=0.7]: /b+/"), "temperature= of a rule is not sup"),
+        (lambda: Grammar.lark('start: a\na[lazy, stop = ","]: /b+/'), "stop= of a rule is not supported; lazy, suf"),
         (lambda: Grammar.json_schema("{"), "json_schema is not JSON"),
         (lambda: Grammar.json_schema(NUMBERS), r"json_schema must be an object or its JSON, got \[1\]"),
         (lambda: Grammar.json_schema({"type": "text"}), "json_schema cannot be read: Invalid type: text"),
@@ -40,6 +42,11 @@ BYTES, NUMBERS, ONE = (cast(Any, value) for value in (b"a", [1], 1))
 def test_what_is_no_grammar_is_refused(make: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         make()
+
+
+def test_a_grammar_may_quote_the_names_of_attributes_that_are_refused() -> None:
+    rules = ['start: "[stop=" a /[,stop=]+/ // [stop=]', 'a[capture, stop_capture="b", suffix=/[,stop=]/]: /b+/']
+    assert Grammar.lark("\n".join(rules)).kind == "lark"
 
 
 def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
