@@ -206,11 +206,7 @@ class CompiledGrammar:
 
 
 class GrammarEnd:
-    """Ends a text where its grammar lets nothing follow, or cannot be followed: an ``Observer``.
-
-    Attributes:
-        problem: why it cannot be followed, or None.
-    """
+    """Ends a text where its grammar lets nothing follow, or has a ``problem``: an ``Observer``."""
 
     needs_logits = False
 
@@ -219,7 +215,7 @@ class GrammarEnd:
         self.problem: Exception | None = None
 
     def observe(self, tokens: Sequence[int], logits: Tensor | None) -> int | None:
-        """Return how many of the next tokens end the text, or None."""
+        """Return how many of the next tokens end the text, or None; where there is a problem, those before it."""
         for place, token in enumerate(tokens, 1):
             if self._matcher.try_consume_tokens([token]):
                 if self._matcher.is_stopped():
@@ -229,7 +225,7 @@ class GrammarEnd:
                 self._grammar.mask(self._matcher)
             except ValueError as problem:
                 self.problem = problem
-                return place
+                return place - 1
         return None
 
 

@@ -83,10 +83,12 @@ class Text:
             tokens = tokens[:end]
             if isinstance(observer, GrammarEnd):
                 self.error = observer.problem
+            if not tokens:  # the first of them was drawn where the grammar could not be followed
+                break
         self.new += tokens
         if request.logprobs is not None and logprobs is not None:
             self.logprobs += read_logprobs(logprobs[: len(tokens)], request.logprobs)
-        if request.streamer is not None:
+        if request.streamer is not None and tokens:
             request.streamer.put(torch.tensor(tokens))
         if self.error is not None:
             self.end(f"error: {self.error}")
