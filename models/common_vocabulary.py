@@ -91,10 +91,10 @@ def _difference(draft: str, target: str, draft_size: int, target_size: int) -> s
     if not theirs or not ours:
         unknown = target if theirs else draft
         if 2 * common < max(draft_size, target_size):  # more than padding
-            return f"there is no tokenizer beside {unknown!r} to tell whether they agree on the first {common}"
+            return f"no tokenizer beside {unknown!r} can be read to tell whether they agree on the first {common}"
         logger.warning(
             "the drafter has %d tokens, the target %d; it drafts the first %d, without a check that tokenizers agree: "
-            "there is none beside %r", draft_size, target_size, common, unknown,
+            "none can be read beside %r", draft_size, target_size, common, unknown,
         )  # fmt: skip
         return None
     first = min((token for token in theirs.keys() & ours.keys() if theirs[token] != ours[token]), default=None)

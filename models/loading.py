@@ -24,7 +24,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from stree.models.families import config_of_text_model, family_of
-from stree.models.heads.weights import checkpoint_file
+from stree.models.heads.weights import SINGLE, checkpoint_file, read_index
 from stree.models.mamba_in_llama import config_of_hybrid, load_hybrid, mixer_sizes
 from stree.models.native import config_of_native, is_native, load_native
 
@@ -141,6 +141,9 @@ def _load(name_or_path: str | Path, **arguments: Any) -> Any:
     """Load through transformers; refuse weights that are missing, or of other shapes, which it would draw at random."""
     arguments |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
+        index = read_index(name_or_path) if checkpoint_file(name_or_path, SINGLE) is None else None
+        if index is not None and not isinstance(index.get("metadata"), dict):  # transformers writes to it
+            raise ValueError("its index of safetensors files has no metadata, which may be {}")
         model, report = AutoModelForCausalLM.from_pretrained(name_or_path, **arguments)
     except Exception as error:  # safetensors, pickle and transformers each raise their own
         raise ValueError(f"checkpoint {str(name_or_path)!r} cannot be loaded: {reason_of(error)}") from error

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 
 __all__ = [
-    "assign", "checkpoint_file", "count_parameters", "draft_tokens", "fused_experts", "read_tensors", "tensor_files"
+    "SINGLE", "assign", "checkpoint_file", "count_parameters", "draft_tokens", "fused_experts", "read_index",
+    "read_tensors", "tensor_files",
 ]  # fmt: skip
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,17 +29,33 @@ def tensor_files(source: str | Path) -> dict[str, str]:
     Raises:
         ValueError: no safetensors there, or a file that cannot be read.
     """
-    index = checkpoint_file(source, INDEX)
+    index = read_index(source)
     if index is not None:
-        try:
-            return dict(json.loads(Path(index).read_text())["weight_map"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{index} must hold a JSON object with a weight_map, got {error!r}") from error
+        return dict(index["weight_map"])
     single = checkpoint_file(source, SINGLE)
     if single is None:
         raise ValueError(f"checkpoint {str(source)!r} has neither {SINGLE} nor {INDEX}")
     with _opened(single) as file:
         return dict.fromkeys(file.keys(), SINGLE)
+
+
+def read_index(source: str | Path) -> dict[str, Any] | None:
+    """Read the index of a checkpoint's safetensors files, or return None where it has none.
+
+    Raises:
+        ValueError: one that is no JSON object, or whose weight_map does not map names to files.
+    """
+    path = checkpoint_file(source, INDEX)
+    if path is None:
+        return None
+    try:
+        index = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not files or not all(isinstance(file, str) for file in files.values()):
+        raise ValueError(f"{path} must hold a JSON object with a weight_map of tensors and their files")
+    return cast(dict[str, Any], index)
 
 
 def read_tensors(source: str | Path, is_wanted: Callable[[str], bool], device: str) -> dict[str, Tensor]:

@@ -47,6 +47,19 @@ def with_file(change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     return write
 
 
+def with_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Make a function that writes a checkpoint of several files with a changed index."""
+
+    def write(folder: Path) -> None:
+        tiny_model("bamba").save_pretrained(folder, max_shard_size="20KB")
+        file = folder / "model.safetensors.index.json"
+        index = json.loads(file.read_text(encoding="utf-8"))
+        change(index)
+        file.write_text(json.dumps(index), encoding="utf-8")
+
+    return write
+
+
 A_LOG = "model.layers.0.mamba.A_log"
 BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "unsupported": (GPT2Config(n_layer=1).save_pretrained, NotImplementedError, SUPPORTED),
@@ -76,6 +89,16 @@ BAD_CHECKPOINTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]
         with_weights(lambda weights: weights.pop(A_LOG)),
         ValueError,
         "checkpoint '{}' lacks 1 weights: model.layers.0.mamba.A_log",
+    ),
+    "index-without-metadata": (
+        with_index(lambda index: index.pop("metadata")),
+        ValueError,
+        "checkpoint '{}' cannot be loaded: its index of safetensors files has no metadata",
+    ),
+    "index-without-files": (
+        with_index(lambda index: index.update(weight_map={A_LOG: None})),
+        ValueError,
+        "checkpoint '{}' cannot be loaded: .*index.json must hold a JSON object with a weight_map of tensors and their",
     ),
     "misshapen": (
         with_weights(lambda weights: weights.update({A_LOG: torch.zeros(7)})),

@@ -129,6 +129,10 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100]),
         "cannot be read as safetensors",
     ),
+    "index of no files": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"mtp.fc.weight": 1}}'),
+        "must hold a JSON object with a weight_map of tensors and their files",
+    ),
     "missing file": (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor"),
 }
 
