@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, Qwen3Config
 from transformers.utils import cached_file
 
+from stree.checks import check_counts
 from stree.models.heads.dflash_head import OneShotHead
 from stree.models.heads.dflash_layers import BlockConfig, BlockModel
 from stree.models.heads.weights import assign, draft_tokens, read_tensors
@@ -58,9 +59,10 @@ def load_dflash(source: str | Path, target: TreeLM) -> OneShotHead:
         raise ValueError(f"{what} has {config.draft_vocab} logits but no tensor d2t of their tokens")
     else:
         draft_ids = draft_tokens(offsets, config.draft_vocab, target.vocab_size, what)
-    model = BlockModel(config, target.device)
+    model = BlockModel(config)
     named = {f"base.{_renamed(name)}": value.to(target.dtype) for name, value in tensors.items()}
     assign(nn.ModuleDict({"base": model}), named, what)
+    model.rotary_emb = type(model.rotary_emb)(config.layers).to(target.device)
     if published.get("rope_is_neox_style") is False:
         _halve_pairs(model)
     return OneShotHead(model.requires_grad_(False), config, target, draft_ids)
@@ -180,6 +182,9 @@ def _check_target(config: BlockConfig, published: Mapping[str, Any], source: Any
     if not 0 <= config.mask_token_id < target.vocab_size:
         what = f"draft head {str(source)!r} must have a mask_token_id below {target.vocab_size}"
         raise ValueError(f"{what}, got {config.mask_token_id}")
+    check_counts(block_size=config.block_size, below=config.layers.max_position_embeddings + 1)
+    if config.selector is not None:
+        check_counts(selector_top_k=config.selector[1], below=(config.draft_vocab or target.vocab_size) + 1)
     check_hidden_layers(config.hidden_layers, target.num_layers)
 
 

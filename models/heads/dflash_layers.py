@@ -182,16 +182,17 @@ class CandidateSelector(nn.Module):
 class BlockModel(nn.Module):
     """All weights of a one-shot head; the embedding is the target's, and the output head where none is its own.
 
+    Weights and rotary frequencies are without data.
+
     Args:
         config: sizes and options.
-        device: of the rotary frequencies; the weights are without data.
     """
 
-    def __init__(self, config: BlockConfig, device: torch.device) -> None:
+    def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         sizes = config.layers
-        self.rotary_emb = Qwen3RotaryEmbedding(sizes).to(device)
         with torch.device("meta"):
+            self.rotary_emb = Qwen3RotaryEmbedding(sizes)
             self.layers = nn.ModuleList(BlockLayer(config) for _ in range(sizes.num_hidden_layers))
             self.fc = nn.Linear(len(config.hidden_layers) * sizes.hidden_size, sizes.hidden_size, bias=False)
             self.hidden_norm = Qwen3RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)

@@ -111,6 +111,7 @@ def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]
         "base": model.base_model, "head": model.lm_head, "projection": projection, "fusion": fusion
     })  # fmt: skip
     assign(parts, {_placed(name): value.to(target.dtype) for name, value in tensors.items()}, what)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(target.device)
     feedback = FINAL_NORM if published.get("norm_output") else config.num_hidden_layers
     return CausalHead(
         model, fusion, layers, feedback, projection.eval(), draft_ids, target.vocab_size
@@ -173,7 +174,6 @@ def _modules(
         model.set_input_embeddings(target.model.get_input_embeddings())
     if shares_head:
         model.lm_head = target.model.get_output_embeddings()
-    base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
     model.generation_config = target.model.generation_config
     return model.eval(), projection
 

@@ -69,12 +69,13 @@ def load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead | Maske
 
 def _load(source: str | Path, target: TreeLM) -> CausalHead | OneShotHead | MaskedDiffusion:
     """Load the head of a folder or hub id by its layout."""
-    layout, published = head_layout(source), raw_config(source)
+    layout, published, files = head_layout(source), raw_config(source), tensor_files(source)
     if layout is None:
-        names = ", ".join(sorted(tensor_files(source))[:4])
+        names = ", ".join(sorted(files)[:4])
         raise ValueError(
             f"checkpoint {str(source)!r} holds no draft head by its config.json; its tensors: {names}, ..."
         )
+    _check_layers(source, published, max(len(files), target.num_layers))
     if layout == "mtp":
         return load_speculators_mtp(target, source, _layer_config(published), refinement_of(published, source))
     if layout == "specblock":
@@ -107,6 +108,14 @@ def head_layout(source: str | Path) -> str | None:
             f"draft head {str(source)!r} has architectures {architectures}; known are {', '.join(ARCHITECTURES)}"
         )
     return found
+
+
+def _check_layers(source: str | Path, published: Mapping[str, Any], most: int) -> None:
+    """Refuse more layers than there are tensors, before transformers lists them; MTP layers may name the target's."""
+    sizes = published.get("transformer_layer_config") or published
+    for name in ("num_hidden_layers", "num_layers"):
+        if name in sizes and not sizes[name] <= most:
+            raise ValueError(f"draft head {str(source)!r} must have {name} of at most {most}, got {sizes[name]}")
 
 
 def _layer_config(config: Mapping[str, Any]) -> Any:

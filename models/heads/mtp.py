@@ -191,6 +191,9 @@ def _head(
     parts = nn.ModuleDict({"fusion": fusion, "base": model.base_model})
     placed = {name if name.startswith("fusion.") else f"base.{name}": value for name, value in named.items()}
     assign(parts, placed, f"checkpoint {str(source)!r} of MTP layers")
+    base = model.base_model
+    if hasattr(base, "rotary_emb"):  # its buffers are not in the checkpoint
+        base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
     return CausalHead(model, fusion, [FINAL_NORM], FINAL_NORM)
 
 
@@ -220,8 +223,5 @@ def _model_of(target: TreeLM, kind: Any, config: Any) -> Any:
         model = kind(config).requires_grad_(False)
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.set_output_embeddings(target.model.get_output_embeddings())
-    base = model.base_model
-    if hasattr(base, "rotary_emb"):  # its buffers are not in the checkpoint
-        base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
     model.generation_config = target.model.generation_config
     return model.eval()

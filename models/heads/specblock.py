@@ -213,6 +213,8 @@ def load_specblock(target: TreeLM, source: str | Path, published: Mapping[str, A
     check_hidden_layers(layers, target.num_layers)
     tensors = read_tensors(source, lambda name: name not in UNREAD, str(target.device))
     draft_ids = _draft_ids(source, tensors.pop("d2t", None), target)
+    if len(draft_ids) < NUM_RANKED:
+        raise ValueError(f"draft head {str(source)!r} must draft at least {NUM_RANKED} tokens, got {len(draft_ids)}")
     width = int(target.model.get_input_embeddings().weight.shape[1])
     check_sizes(source, target, config, published, width)
     with torch.device("meta"):
@@ -224,13 +226,13 @@ def load_specblock(target: TreeLM, source: str | Path, published: Mapping[str, A
         fusion, rank_head = SlotFusion(config, num_slots), RankHead(config.hidden_size, num_classes)
     model.requires_grad_(False)
     model.set_input_embeddings(target.model.get_input_embeddings())
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(target.device)
     model.generation_config = target.model.generation_config
     parts = nn.ModuleDict({
         "base": model.model, "head": model.lm_head, "projection": projection, "fusion": fusion, "rank_head": rank_head,
     })  # fmt: skip
     named = {placed(name): value.to(target.dtype) for name, value in tensors.items()}
     assign(parts, named, f"draft head {str(source)!r}")
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(target.device)
     return SpecBlockHead(
         model.eval(), fusion, layers, config.num_hidden_layers, projection["fc"], draft_ids,
         target.vocab_size, rank_head=rank_head, num_slots=num_slots,

@@ -22,9 +22,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config
 
+from stree.heads import load
 from stree.models.heads.dflash import OneShotHead, load_dflash
 from stree.models.heads.dflash_head import BlockCache
 
+READ = {"mask_token_id": 1, "target_layer_ids": [0]}
 CLOSE = 1e-4  # of the largest logit; measured 3e-6
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "use_sliding_window": True}
 CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
@@ -151,7 +153,10 @@ def test_a_head_of_a_smaller_vocabulary_drafts_tokens_of_the_target(layout: str,
         ({"causal_head": True}, NotImplementedError, "with causal_head are not known"),
         ({"dflash_config": {"mask_token_id": 1, "block_size": 4}}, ValueError, "must have target_layer_ids"),
         ({"dflash_config": {"mask_token_id": 1, "block_size": 4, "target_layer_ids": [2]}}, ValueError, "to 2, the l"),
-        ({"dflash_config": {"mask_token_id": 1, "block_size": 1, "target_layer_ids": [0]}}, ValueError, "at least 2"),
+        ({"dflash_config": {**READ, "block_size": 1}}, ValueError, "at least 2"),
+        ({"dflash_config": {**READ, "block_size": 513}}, ValueError, "block_size must be below 513, got 513"),
+        ({"dflash_config": {**READ, "selector_rank": 6, "selector_top_k": 98}}, ValueError, "top_k must be below 98"),
+        ({"dflash_config": {**READ, "selector_rank": 6, "selector_top_k": 0}}, ValueError, "top_k must be at least 1"),
         ({"speculators_model_type": "xpress"}, NotImplementedError, "'xpress' are not known"),
     ],
 )  # fmt: skip
@@ -160,6 +165,24 @@ def test_heads_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         load_dflash(save_block_head(tmp_path, tiny_target("llama"), **changes), tiny_target("llama"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("num_hidden_layers", "must have num_hidden_layers of at most 25, got 1000000000000"),
+        ("head_dim", r"must have layers.0.self_attn.k_norm.weight \[1000000000000\], got \[8\]"),
+    ],
+)
+def test_absurd_sizes_are_refused_before_memory_is_allocated_for_them(name: str, message: str, tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    for layout in ("z-lab", "speculators"):
+        folder = save_block_head(tmp_path, target, "dflash", layout)
+        config = json.loads((folder / "config.json").read_text())
+        config.get("transformer_layer_config", config)[name] = 10**12
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=message):
+            load(folder, target)
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from helpers.tiny_models import TOLERANCE
 
 import stree
 from stree.growth import Calibrated, Chain, DySpec, Growth, OptTree, Sequoia, Static
+from stree.models.heads import specblock
 from stree.models.heads.specblock import SpecBlockHead
 from stree.testing.enumeration import EXACT, PLAIN, DraftedTrees, step_bias
 from stree.testing.tables import TableModel
@@ -150,7 +151,9 @@ def enumerated(kind: str, growth: Growth, folder: Path) -> DraftedTrees:
         return drafts_of_head(target_and_block_head("llama", kind, 3, torch.float64)[1], growth, 5)
     lm = tiny_target("llama", 3, torch.float64)
     save_slot_head(folder, lm, draft_vocab=3)
-    head: Any = stree.heads.load(folder, lm)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(specblock, "NUM_RANKED", 3)
+        head: Any = stree.heads.load(folder, lm)
     head.ranks = lambda logits, feedback: logits.argmax(-1) % 2
     return drafts_of_head(head, growth, 8)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.plain_heads import PlainBlocks
-from helpers.tiny_heads import save_slot_head, target_and_slot_head
+from helpers.tiny_heads import save_slot_head, target_and_slot_head, tiny_target
 
 import stree
 
@@ -45,6 +45,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, "hidden_layers must be integers from 0"),
     "slots": ({"diffspec_draft_token_num": 5}, "must have fusion.position_queries.weight .5, 32., got .3, 32."),
 }
+
+
+def test_a_head_of_fewer_tokens_than_its_rank_head_reads_is_refused(tmp_path: Path) -> None:
+    lm = tiny_target("bamba")
+    save_slot_head(tmp_path, lm, draft_vocab=19)
+    with pytest.raises(ValueError, match="draft head '/.*' must draft at least 20 tokens, got 19"):
+        stree.heads.load(tmp_path, lm)
 
 
 @pytest.mark.parametrize("name", REFUSED)

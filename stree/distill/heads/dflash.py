@@ -32,7 +32,7 @@ class BlockNetwork(HeadNetwork):
         block = speculators_config(config)
         super().__init__(target, block.hidden_layers, config)
         self.block = block
-        self.model = BlockModel(block, torch.device("cpu")).to_empty(device="cpu")
+        self.model = BlockModel(block).to_empty(device="cpu")
         self.model.rotary_emb = type(self.model.rotary_emb)(block.layers)  # its frequencies are no parameters
         for part in self.model.modules():
             if isinstance(part, nn.Linear):
