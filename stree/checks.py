@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, NoReturn
 
 __all__ = [
+    "NotCopied",
     "check_counts",
     "check_flags",
     "check_numbers",
@@ -19,6 +20,13 @@ __all__ = [
     "integers",
     "real_numbers",
 ]
+
+
+class NotCopied:
+    """Base of what cannot be copied or pickled, since something else, such as a thread, holds the object itself."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{type(self).__name__} cannot be copied or pickled")
 
 
 def check_counts(*, below: int = 1 << 63, **counts: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+from stree.checks import NotCopied
 from stree.decode.batching import batch_for
 from stree.decode.loop import DecodeLoop
 from stree.decode.settings import Settings
@@ -22,7 +23,7 @@ __all__ = ["TokenStream", "stream"]
 SEVERAL = {"streamer", "max_batch", "num_samples"}  # options of ``generate`` that make no sense of one streamed text
 
 
-class TokenStream(Iterator[int]):
+class TokenStream(NotCopied, Iterator[int]):
     """The new tokens of one text, one by one.  A step emits several at once, so some come without a wait.
 
     ``close()``, or dropping the iterator, ends the text as cancelled and frees its memory.  Threads may share a stream:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from stree.checks import check_counts, check_flags, check_numbers, check_object
+from stree.checks import NotCopied, check_counts, check_flags, check_numbers, check_object
 from stree.decode.grammar import Grammar
 from stree.decode.memory import check_memory
 from stree.decode.request import Request, alternatives
@@ -38,7 +38,7 @@ __all__ = ["Engine"]
 logger = logging.getLogger("stree")
 
 
-class Engine:
+class Engine(NotCopied):
     """Decodes requests from any thread, each as ``generate`` alone would decode it.
 
     In float32 on a CPU, under a number as budget, at temperature 0, and under MATCH, the text of a request depends on

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from stree.checks import NotCopied
 from stree.decode.failures import GenerationError
 from stree.decode.logprobs import PromptLogprob, TokenLogprob, prompt_logprobs
 from stree.decode.request import Request
@@ -42,7 +43,7 @@ class EmittedStep:
     tree: StepRecord | None
 
 
-class RequestHandle:
+class RequestHandle(NotCopied):
     """One request: iterate over its tokens, or over ``steps()``, or over its steps in a coroutine by ``async for``.
 
     Iterating from several places gives every one all tokens.  If decoding fails, iterating ends with the error.

@@ -5,8 +5,11 @@ Run: python -m pytest tests/decode/test_stream.py
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from time import sleep
 from typing import Any
@@ -110,6 +113,16 @@ def test_a_stream_that_is_closed_is_cancelled_and_frees_its_memory(
         gc.collect()
         assert not any(state() for state in states)
     assert stree.generate(lm, [PROMPT], NoDrafter(), max_new_tokens=30).sequences == [whole]
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_a_thread_or_generator_holds_cannot_be_copied(duplicate: Callable[[Any], Any]) -> None:
+    stream = stree.stream(launched(), PROMPT, max_new_tokens=3)
+    with stree.Engine(launched(), max_batch=1, max_length=64) as engine:
+        for held in (engine, engine.submit(PROMPT, max_new_tokens=3), stream):
+            with pytest.raises(TypeError, match=f"{type(held).__name__} cannot be copied or pickled"):
+                duplicate(held)
+    assert [*stream] == stree.generate(launched(), [PROMPT], max_new_tokens=3).new_tokens[0]
 
 
 def test_arguments_are_checked_by_the_call_and_failures_come_with_the_text() -> None:
