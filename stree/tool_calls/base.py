@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ToolCall", "ToolCallReader", "ToolFormat", "call_of", "calls_of", "calls_of_json"]
+__all__ = ["JSON", "ToolCall", "ToolCallReader", "ToolFormat", "call_of", "calls_of", "calls_of_json"]
 
 UNTERMINATED = "unterminated string"  # in small letters, in messages of Python's readers of JSON and of Python
+MOST = sys.float_info.max
+# Reads numbers beyond float64 as the largest one, and refuses NaN and infinity, which are no JSON.
+JSON = json.JSONDecoder(parse_float=lambda text: min(max(float(text), -MOST), MOST), parse_constant=int)
 Schemas = Mapping[str, Mapping[str, Any]]  # of the parameters, by the names of the tools
 
 
@@ -76,7 +80,7 @@ def calls_of_json(text: str, schemas: Schemas) -> list[ToolCall]:
     Raises:
         ValueError: something else.
     """
-    return calls_of(json.loads(text), schemas)
+    return calls_of(JSON.decode(text), schemas)
 
 
 def calls_of(found: Any, schemas: Schemas) -> list[ToolCall]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping
 from keyword import iskeyword
 from typing import Any
 
-from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, call_of, calls_of_json
+from stree.tool_calls.base import JSON, Schemas, ToolCall, ToolFormat, call_of, calls_of_json
 from stree.tool_calls.lark import json_value, properties_of, quoted
 
 __all__ = ["LFM2"]
@@ -42,7 +41,7 @@ def _read_call(text: str, call: ast.expr, schemas: Schemas) -> ToolCall:
 def _value(text: str, value: ast.expr) -> Any:
     """Return an argument, which is JSON or a literal of Python."""
     try:
-        return json.loads(ast.get_source_segment(text, value) or "")
+        return JSON.decode(ast.get_source_segment(text, value) or "")
     except ValueError:
         return ast.literal_eval(value)
 

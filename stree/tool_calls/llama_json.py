@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from stree.tool_calls.base import Schemas, ToolCall, ToolFormat, calls_of
+from stree.tool_calls.base import JSON, Schemas, ToolCall, ToolFormat, calls_of
 from stree.tool_calls.lark import json_call
 
 __all__ = ["LLAMA_JSON", "read_calls"]
@@ -23,7 +22,7 @@ def read_calls(text: str, schemas: Schemas) -> list[ToolCall]:
     """
     found, place = [], 0
     while place < len(text):
-        one, place = json.JSONDecoder().raw_decode(text, place)
+        one, place = JSON.raw_decode(text, place)
         found += one if isinstance(one, list) else [one]
         if (behind := BETWEEN.match(text, place)) is None:
             raise ValueError("calls must be divided by semicolons or lines")

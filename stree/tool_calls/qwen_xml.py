@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from stree.tool_calls.base import UNTERMINATED, Schemas, ToolCall, ToolFormat, call_of
+from stree.tool_calls.base import JSON, UNTERMINATED, Schemas, ToolCall, ToolFormat, call_of
 from stree.tool_calls.lark import json_value, properties_of, quoted
 
 __all__ = ["QWEN_XML"]
@@ -45,7 +44,7 @@ def _value(text: str, schema: Mapping[str, Any]) -> Any:
         return text
     types, word = _types(schema), PYTHON.get(text.strip(), text)
     try:
-        value = json.loads(word, parse_constant=int)  # which refuses NaN and infinity
+        value = JSON.decode(word)
     except ValueError:
         return text
     fits = TYPES[type(value)] in types or (type(value) is int and "number" in types)

@@ -6,6 +6,7 @@ Run: python -m pytest tests/serving/test_tool_calls.py
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ SCHEMAS: dict[str, Any] = {
 }  # fmt: skip
 OSLO, TWO = ("weather", {"city": "Oslo"}), ("weather", {"city": "São 2", "days": 2})
 CLOCK: tuple[str, dict[str, Any]] = ("clock", {})
+MOST = sys.float_info.max
 # Format, answer, its content, its calls.
 ANSWERS: list[tuple[str, str, str, list[Any]]] = [
     (
@@ -41,6 +43,15 @@ ANSWERS: list[tuple[str, str, str, list[Any]]] = [
     (
         "hermes", '<tool_call>{"name": "weather", "arguments": {"city": "\\ud800"}}</tool_call>', "",
         [("weather", {"city": "\ud800"})],
+    ),
+    *(
+        (form, f"{begin}8e593, -1e400{end}", "", [("weather", {"days": [MOST, -MOST]})])
+        for form, begin, end in (
+            ("hermes", '<tool_call>{"name": "weather", "arguments": {"days": [', "]}}</tool_call>"),
+            ("llama-json", '{"name": "weather", "parameters": {"days": [', "]}}"),
+            ("lfm2", "<|tool_call_start|>[weather(days=[", "])]<|tool_call_end|>"),
+            ("qwen-xml", "<tool_call><function=weather><parameter=days>[", "]</parameter></function></tool_call>"),
+        )
     ),
     ("hermes", "a <tool_ b", "a <tool_ b", []), ("hermes", "a \n\nb", "a \n\nb", []),
     ("hermes", '<tool_call>{"name": "rain"}</tool_call> no', '<tool_call>{"name": "rain"}</tool_call> no', []),
