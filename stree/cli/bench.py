@@ -35,6 +35,7 @@ def add_bench(commands: Any) -> None:
     _add_run(bench)
     add_fit_rates(bench)
     command = add_bench_command(bench, "report", _report, "show one or several runs as a table and one HTML page")
+    command.usage = "%(prog)s DIR [DIR ...] [options]"  # behind --ratios a DIR would be one of them
     command.add_argument("directories", nargs="+", type=Path, metavar="DIR", help="directory of a run")
     command.add_argument("--markdown", action="store_true", help="only print the table")
     _add_formats(command)
