@@ -90,6 +90,11 @@ class GenerationRequest(BaseModel):
         raise NotImplementedError
 
     @property
+    def limit_field(self) -> str:
+        """Field that has the limit."""
+        return "max_tokens"
+
+    @property
     def stops(self) -> list[str]:
         """Strings that end a text."""
         return self.stop
@@ -111,7 +116,8 @@ class GenerationRequest(BaseModel):
             grammar_of(dict(self))
             least = rules_of(dict(self)).get("min_new_tokens", 0)
             if self.limit is not None and least > self.limit:
-                raise FieldError("min_tokens", f"min_tokens must be at most max_tokens {self.limit}, got {least}")
+                most = f"{self.limit_field} {self.limit}"
+                raise FieldError("min_tokens", f"min_tokens must be at most {most}, got {least}")
         except FieldError as error:
             code = "unsupported_parameter" if isinstance(error, UnsupportedField) else None
             raise APIError(400, str(error), param=error.field, code=code) from error
@@ -197,6 +203,11 @@ class ChatRequest(GenerationRequest):
     def limit(self) -> int | None:
         """Most new tokens, or None for what fits."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_field(self) -> str:
+        """Field that has the limit; the newer one is read where both are there."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def top_logprobs_wanted(self) -> bool | int:

@@ -96,6 +96,23 @@ def test_short_requests_are_answered_while_long_ones_are_tokenised(path: str, sl
         assert {each.result().status_code for each in long} == {400}
 
 
+def test_other_requests_are_answered_while_the_fields_of_one_are_checked(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check, is_checked = CompletionRequest.check, threading.Event()
+
+    def waiting(body: CompletionRequest) -> None:
+        assert not body.logit_bias or is_checked.wait(20)
+        check(body)
+
+    monkeypatch.setattr(CompletionRequest, "check", waiting)
+    with ThreadPoolExecutor(1) as pool:
+        large = pool.submit(served.post, "/v1/completions", {**COMPLETION, "logit_bias": {"5": 1}})
+        assert served.post("/v1/completions", COMPLETION).status_code == 200 and not large.done()
+        is_checked.set()
+        assert large.result().status_code == 200
+
+
 def test_more_prompts_than_may_wait_are_not_tokenised(slow: tuple[Served, Slow]) -> None:
     server, tokenizer = slow
     tokenizer.sizes.clear()

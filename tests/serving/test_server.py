@@ -145,6 +145,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     ({"max_completion_tokens": 0}, "max_completion_tokens"), ({"max_tokens": 300}, "max_tokens"),
+    ({"max_completion_tokens": 300, "max_tokens": 3}, "max_completion_tokens"),
     ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"tools": [{"type": "function"}]}, "tools"),
 ]  # fmt: skip
