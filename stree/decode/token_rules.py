@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ RULES: dict[str, Any] = {
     "logit_bias": None, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
     "allowed_token_ids": None, "bad_words": None, "min_new_tokens": 0,
 }  # fmt: skip
+MOST, MOST_PENALTY = 1e20, 1000.0  # with which all sums and quotients are finite in float32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,14 +63,15 @@ class TokenRules:
                 together may leave no token.
         """
         penalty = _number("repetition_penalty", repetition_penalty)
-        if not 0 < penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be above 0 and finite, got {repetition_penalty}")
+        if not 1 / MOST_PENALTY <= penalty <= MOST_PENALTY:
+            most = f"[{1 / MOST_PENALTY}, {MOST_PENALTY}]"
+            raise ValueError(f"repetition_penalty must be in {most}, got {repetition_penalty}")
         least = integer("min_new_tokens", min_new_tokens)
         if not 0 <= least <= max_new_tokens:
             raise ValueError(f"min_new_tokens must be in [0, max_new_tokens {max_new_tokens}], got {min_new_tokens}")
         rules = cls(
-            _bias(logit_bias, vocab_size), penalty, _finite("frequency_penalty", frequency_penalty),
-            _finite("presence_penalty", presence_penalty), _allowed(allowed_token_ids, vocab_size),
+            _bias(logit_bias, vocab_size), penalty, _bounded("frequency_penalty", frequency_penalty),
+            _bounded("presence_penalty", presence_penalty), _allowed(allowed_token_ids, vocab_size),
             _words(bad_words, vocab_size), least, stops if least else frozenset(),
         )  # fmt: skip
         excluded = {word[-1] for word in rules.bad_words} | rules.stops
@@ -133,10 +134,10 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _finite(name: str, value: Any) -> float:
+def _bounded(name: str, value: Any) -> float:
     number = _number(name, value)
-    if not math.isfinite(number):
-        raise ValueError(f"{name} must be finite, got {number}")
+    if not -MOST <= number <= MOST:
+        raise ValueError(f"{name} must be in [{-MOST}, {MOST}], got {number}")
     return number
 
 
@@ -146,7 +147,7 @@ def _bias(bias: Any, vocab_size: int) -> dict[int, float] | None:
     if not isinstance(bias, Mapping):
         raise TypeError(f"logit_bias must be a dict of tokens and numbers, got {bias!r:.80}")
     tokens = _tokens("logit_bias", bias.keys(), vocab_size)
-    return {token: _finite("logit_bias", value) for token, value in zip(tokens, bias.values(), strict=True)}
+    return {token: _bounded("logit_bias", value) for token, value in zip(tokens, bias.values(), strict=True)}
 
 
 def _allowed(tokens: Any, vocab_size: int) -> frozenset[int] | None:

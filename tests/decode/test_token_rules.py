@@ -261,15 +261,26 @@ def test_requests_of_an_engine_have_rules_of_their_own() -> None:
             engine.submit([1], logits_processor=print)
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_numbers_leave_a_distribution(sign: int) -> None:
+    rules: dict[str, Any] = {"repetition_penalty": 1000.0**-sign, "logit_bias": {5: sign * 1e20, 6: sign * 1e20}}
+    rules |= {"presence_penalty": -sign * 1e20, "frequency_penalty": -sign * 1e20}
+    drawn = stree.generate(launched(), PROMPTS, **way("model"), **rules, sampling=Sampling(0.01), max_new_tokens=8)
+    assert all((5 in new or 6 in new) == (sign > 0) for new in drawn.new_tokens)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"logit_bias": [1, 2, 3]}, "logit_bias must be a dict of tokens and numbers, got 1"),
         ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias has token {VOCAB}, outside the vocabulary"),
-        ({"logit_bias": {1: float("nan")}}, "logit_bias must be finite, got nan"),
+        ({"logit_bias": {1: float("nan")}}, r"logit_bias must be in \[-1e\+20, 1e\+20\], got nan"),
+        ({"logit_bias": {1: 1e308}}, "logit_bias must be in .*, got 1e.308"),
+        ({"presence_penalty": -1e39}, "presence_penalty must be in .*, got -1e.39"),
+        ({"repetition_penalty": 1e-50}, r"repetition_penalty must be in \[0.001, 1000.0\], got 1e-50"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias must be a list of token ids"),
         ({"presence_penalty": "1"}, "presence_penalty must be a number, got '1'"),
-        ({"frequency_penalty": float("inf")}, "frequency_penalty must be finite, got inf"),
+        ({"frequency_penalty": float("inf")}, r"frequency_penalty must be in .*, got inf"),
         ({"bad_words": []}, "bad_words must hold at least one token list, got none"),
         ({"bad_words": [[1], []]}, "bad_words must hold at least one token, got none"),
         ({"bad_words": [1, 2, 3]}, "bad_words must be a list of token ids"),
