@@ -216,7 +216,7 @@ def _unreadable(name_or_path: str | Path, error: Exception) -> ValueError:
     return ValueError(f"no checkpoint that transformers can read at {str(name_or_path)!r}: {reason_of(error)}")
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Write in one line what another library has raised; its first line alone where that says something."""
     first, *others = [line.strip() for line in str(error).strip().splitlines()] or [""]
     said = f"{first} {others[0]}" if first.endswith(":") and others else first

@@ -25,6 +25,7 @@ from stree.decode.step_cache import StepCache, step_cache_of
 from stree.decode.tree_sizes import budget_policy
 from stree.drafters import Drafter
 from stree.growth import Growth
+from stree.models.loading import reason_of
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 from stree.verify import Verifier, name_of
@@ -212,7 +213,7 @@ def decode_steps(settings: Settings, batch: Batch) -> Generator[DecodeLoop, None
         for _ in loop.steps(policy):
             yield loop
     if loop.problem is not None:
-        message = f"the drafter failed, and the rest was decoded without it: {loop.problem}"
+        message = f"the drafter failed, and the rest was decoded without it: {reason_of(loop.problem)}"
         raise GenerationError(message, loop.output("length")) from loop.problem
     return loop.output("length")
 

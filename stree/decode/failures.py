@@ -9,6 +9,7 @@ import torch
 
 from stree.decode.loop import DecodeLoop
 from stree.decode.stats import Generation
+from stree.models.loading import reason_of
 
 __all__ = ["GenerationError", "GenerationInterrupted", "failures_with_output"]
 
@@ -53,7 +54,7 @@ def failures_with_output(loop: DecodeLoop, state_size: Callable[[], str]) -> Ite
             loop.step_cache.release()
         if not (loop.is_started or is_memory):
             raise
-        message = f"generation failed after {loop.sequences.num_new_tokens} new tokens: {error}"
+        message = f"generation failed after {loop.sequences.num_new_tokens} new tokens: {reason_of(error)}"
         if is_memory:
             message += f"; the target's state takes {state_size()}; lower max_batch, max_length or budget"
         raise GenerationError(message, loop.output("error")) from error

@@ -18,6 +18,7 @@ from stree.decode.request import Request
 from stree.decode.sequences import Text
 from stree.decode.stats import Generation
 from stree.decode.step_records import AcceptedCounts, StepRecord
+from stree.models.loading import reason_of
 from stree.models.prefix_cache import RequestPrefixes
 from stree.serving.totals import Totals
 
@@ -241,7 +242,7 @@ class RequestHandle(NotCopied):
 
     def _raise_error(self) -> None:
         if self._error is not None:
-            raise GenerationError(f"the request failed: {self._error}", self._output()) from self._error
+            raise GenerationError(f"the request failed: {reason_of(self._error)}", self._output()) from self._error
 
     def _output(self) -> Generation:
         assert self._request is not None

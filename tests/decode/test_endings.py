@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -186,6 +186,15 @@ def test_a_drafter_that_dies_is_done_without_and_said(name: str, part: str, capl
     assert caught.value.output.stats["finish_reasons"] == ["length"] * 4
     assert "goes on without it: ArithmeticError: the drafter broke" in caplog.text
     assert stree.generate(lm(), PROMPTS, **way(name), max_new_tokens=NEW_TOKENS).sequences == greedy_texts()
+
+
+def test_the_kind_of_a_failure_is_named_where_its_message_is_a_key_alone() -> None:
+    def prompts() -> Iterator[list[int]]:
+        yield PROMPTS[0]
+        raise KeyError("text")
+
+    with pytest.raises(stree.GenerationError, match="generation failed after 2 new tokens: KeyError: 'text'"):
+        stree.generate(lm(), prompts(), max_batch=1, max_length=64, max_new_tokens=2)
 
 
 def test_one_text_of_a_batch_is_cancelled_and_the_others_end_as_they_would() -> None:
