@@ -27,6 +27,8 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
 from stree.decode.batching import batch_for
+from stree.decode.failures import GenerationError
+from stree.decode.grammar import Grammar
 from stree.decode.request import Streamer
 from stree.decode.settings import Settings
 from stree.drafters import Drafter
@@ -80,6 +82,7 @@ def custom_generate(
     seed: int | None = None,
     streamer: Streamer | None = None,
     stop_strings: str | Sequence[str] | None = None,
+    grammar: Grammar | None = None,
     tokenizer: Any = None,
     **model_kwargs: Any,
 ) -> GenerateDecoderOnlyOutput | Tensor:
@@ -92,7 +95,7 @@ def custom_generate(
     that they would see in ``generate``, left padding included.  Stopping criteria are called with one sequence at a
     time, after each of its tokens.
 
-    transformers does not pass ``tokenizer`` on to a callable.  So stop strings are looked for with the tokenizer of the
+    transformers does not pass ``tokenizer`` on to a callable.  So stop strings and grammars use the tokenizer of the
     model's own checkpoint, unless another one is bound beforehand:
 
         custom_generate=functools.partial(stree.custom_generate, tokenizer=tokenizer)
@@ -111,7 +114,8 @@ def custom_generate(
         seed: of the random numbers; None draws one from torch's, so that ``torch.manual_seed`` decides.
         streamer: receives tokens as they are emitted; one prompt only.
         stop_strings: strings that end a text, as in ``generate``.
-        tokenizer: that stop strings need; None for that of the model's checkpoint.
+        grammar: of the new tokens, as in ``stree.generate``; processors are called behind it.
+        tokenizer: that stop strings and grammars need; None for that of the model's checkpoint.
         **model_kwargs: what transformers prepared for the model's forward; only what token ids imply is accepted.
 
     Returns:
@@ -122,8 +126,9 @@ def custom_generate(
     Raises:
         NotImplementedError: a family, generation mode, input or option that is not supported; ``assistant_model``, in
             whose place ``drafter`` is, and ``synced_gpus``.
-        ValueError: right-padded prompts, a draft model of another vocabulary or on another device, stop strings without
-            a tokenizer.
+        ValueError: right-padded prompts, a draft model of another vocabulary or on another device, stop strings or a
+            grammar without a tokenizer.
+        GenerationError: a grammar could not be followed; it carries the texts.
     """
     call = _call_of_generate()
     _check_call(call)
@@ -137,7 +142,7 @@ def custom_generate(
     prompts = [row[width - length :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
     stops = Stops.of(stopping_criteria)
     padding = getattr(generation_config, "_pad_token_tensor", None)
-    if padding is None and len(prompts) > 1 and (stops.criteria or stop_strings):
+    if padding is None and len(prompts) > 1 and (stops.criteria or stop_strings or grammar):
         raise ValueError("sequences of a batch may end at different lengths under these criteria; set pad_token_id")
     keeps_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
     observers = None
@@ -151,9 +156,11 @@ def custom_generate(
         processor=BatchProcessor(logits_processor, input_ids, lengths) if len(logits_processor) else None,
         max_new_tokens=stops.max_length - width, stop_token_ids=stops.token_ids, seed=seed, observer=observers,
         streamer=_callers_streamer(call) if streamer is None else streamer, stop_strings=stop_strings or None,
-        tokenizer=_tokenizer(model) if stop_strings and not tokenizer else tokenizer,
+        tokenizer=_tokenizer(model) if (stop_strings or grammar) and not tokenizer else tokenizer, grammar=grammar,
     )  # fmt: skip
     output = run(settings, batch)
+    if problem := next((reason for reason in output.stats["finish_reasons"] if reason.startswith("error")), None):
+        raise GenerationError(problem, output)
     new = [text[length:] for text, length in zip(output.sequences, lengths, strict=True)]
     sequences = torch.cat([input_ids, _padded(new, 0 if padding is None else int(padding)).to(input_ids.device)], 1)
     if not generation_config.return_dict_in_generate:
@@ -202,7 +209,9 @@ def _tokenizer(model: PreTrainedModel) -> Any:
         return AutoTokenizer.from_pretrained(model.config._name_or_path)
     except Exception as error:
         how = "custom_generate=functools.partial(stree.custom_generate, tokenizer=tokenizer)"
-        raise ValueError(f"stop_strings need a tokenizer, which transformers passes to no callable: {how}") from error
+        raise ValueError(
+            f"stop_strings and grammar need a tokenizer, which transformers passes to no callable: {how}"
+        ) from error
 
 
 def _padded(texts: list[list[int]], filler: int) -> Tensor:

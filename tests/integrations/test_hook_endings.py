@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.grammars import END, letters_tokenizer, regular
 from helpers.hooked_generate import NEW_TOKENS, PROMPTS, hooked, left_padded, new_tokens, plain, target
 from torch import Tensor
 from transformers import (
@@ -112,6 +113,27 @@ def spoken() -> tuple[PreTrainedModel, Any, list[int]]:
     return stree.TreeLM.from_pretrained(folder, "cpu").model, tokenizer, tokenizer("def add(a, b):")["input_ids"]
 
 
+def test_texts_of_a_grammar_are_those_of_transformers_under_the_same_masks() -> None:
+    pattern, stops = "(a|bc)*cab", {"eos_token_id": END, "pad_token_id": END}
+    following = regular(pattern, most=9)
+
+    def allowed(length: int) -> Any:
+        return lambda _, text: following([token for token in text[length:].tolist() if token != END]) or [END]
+
+    expected = [
+        plain(target(), prompt, prefix_allowed_tokens_fn=allowed(len(prompt)), max_new_tokens=6, **stops)
+        for prompt in PROMPTS
+    ]
+    bound = functools.partial(stree.custom_generate, tokenizer=letters_tokenizer())
+    options: dict[str, Any] = {**stops, "custom_generate": bound, "max_new_tokens": 6}
+    found = new_tokens(PROMPTS, hooked(target(), PROMPTS, grammar=stree.Grammar.regex(pattern), **options))
+    assert [[token for token in new if token != END] for new in found] == [
+        [token for token in new if token != END] for new in expected
+    ]
+    with pytest.raises(stree.GenerationError, match="error: grammar cannot be followed: the tokenizer has no token"):
+        hooked(target(), PROMPTS[:1], grammar=stree.Grammar.regex("a(bx|cx)"), **options)
+
+
 def test_stop_strings_end_a_text(spoken: tuple[PreTrainedModel, Any, list[int]], monkeypatch: Any) -> None:
     model, tokenizer, prompt = spoken
     text = plain(model, prompt)
@@ -133,7 +155,9 @@ def test_stop_strings_end_a_text(spoken: tuple[PreTrainedModel, Any, list[int]],
     options = {"stop_sequence": string, "do_sample": False, "max_new_tokens": NEW_TOKENS}
     assert pipe(custom_generate=stree.custom_generate, **options) == pipe(**options)
     monkeypatch.setattr(model.config, "_name_or_path", "")
-    with pytest.raises(ValueError, match=r"stop_strings need a tokenizer, .*: custom_generate=functools.partial"):
+    with pytest.raises(
+        ValueError, match=r"stop_strings and grammar need a tokenizer, .*: custom_generate=functools.partial"
+    ):
         hooked(model, [prompt], stop_strings=[string], tokenizer=tokenizer)  # transformers drops it on the way
     with pytest.raises(ValueError, match="may end at different lengths .*; set pad_token_id"):
         hooked(model, PROMPTS, stop_strings=[string], custom_generate=bound, pad_token_id=None)
