@@ -92,7 +92,7 @@ def generate(
         drafter: what proposes trees, or what ``stree.drafters.load`` makes one of; None for ``SuffixDrafter()``.
         growth: the shape of a model drafter's trees, or its name, such as "chain:4" or "calibrated:16x4", 16 nodes and
             at most 4 draft calls (see docs/choosing.md); None for its default, ``Calibrated()``.  Where nothing is
-            grown, as with ``SuffixDrafter`` or a budget of 1, it is not used, and the statistics name none.
+            grown, as with ``SuffixDrafter`` or a budget of 1, it is checked, not used, and the statistics name none.
         budget: most nodes a step, root included; 1 is plain decoding.  "auto" chooses the size of every step, up to 64
             nodes, by goodput: what earlier steps emitted over the time that they took.  Greedy text and text under
             MATCH do not depend on it; sampled text of a draft model does, and so on timing and on the prompts that
