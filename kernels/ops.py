@@ -94,7 +94,7 @@ def ssd_commit(
 
 
 @operation(
-    "mamba2.kernel", "g divides h", "n <= N",
+    "mamba2.kernel", "g divides h", "n <= N", cpu="mamba2.cpu",
     state="b h p s: wide xbc", stash_xbc="b N h*p+2*g*s", stash_dt="b N h: wide xbc", xbc="b n-first h*p+2*g*s",
     dt="b n-first h", A="h", dt_bias="h?", headdim="= p", ngroups="= g", D="h?",
     previous=("b F h*p+2*g*s", "b F h: wide xbc"),
@@ -338,7 +338,7 @@ def conv_commit(
 
 
 @operation(
-    "conv.kernel", "n <= N",
+    "conv.kernel", "n <= N", cpu="conv.cpu",
     window="b c w-1", stash="b N c", x="b n-first c", weight="c w", bias="c?",
     activation="one of silu, None",
 )  # fmt: skip

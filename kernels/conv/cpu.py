@@ -1,0 +1,71 @@
+"""The short causal convolution on a CPU, compiled with numba: every node reads its ancestors, then the stored window.
+
+This file is imported with the first tree.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from stree.kernels.conv.reference import conv_commit
+from stree.kernels.cpu_jit import compiled
+from stree.kernels.dispatch import Operands
+
+__all__ = ["conv_step"]
+
+Array = np.ndarray[Any, Any]
+
+
+def conv_step(a: Operands) -> Tensor:
+    """Commit the last path, stash the new rows before the convolution, convolve the new tree."""
+    parents, y = a.topology.parents, a.x.new_empty(a.x.shape)
+    if a.accepted is not None:
+        conv_commit(a.window, a.stash, a.accepted)
+    a.stash[:, a.first : parents.shape[1]].copy_(a.x)
+    bias = None if a.bias is None else a.bias.detach().numpy()
+    _convolve(a.stash.numpy(), a.window.numpy(), a.weight.detach().numpy(), bias, parents.numpy(), a.first, y.numpy())
+    return F.silu(y, inplace=True) if a.activation == "silu" else y
+
+
+@compiled(nogil=True)
+def _convolve(
+    rows: Array, window: Array, weight: Array, bias: Array | None, parents: Array, first: int, y: Array
+) -> None:
+    """Convolve every node with its ancestors, then with the stored window.
+
+    Args:
+        rows: float[b, N, c], of N >= n nodes.
+        window: float[b, c, w - 1].
+        weight: float[c, w].
+        bias: float[c] or None.
+        parents: int32[b, n].
+        first: the first node of y.
+        y: float[b, n - first, c], written.
+    """
+    batch, n = parents.shape
+    channels, width = weight.shape
+    taps, history = np.empty((width, channels), y.dtype), np.empty((width - 1, channels), y.dtype)
+    for c in range(channels):
+        for t in range(width):
+            taps[t, c] = weight[c, t]
+    for b in range(batch):
+        for c in range(channels):
+            for t in range(width - 1):
+                history[t, c] = window[b, c, t]
+        for i in range(first, n):
+            out, node, stored = y[b, i - first], i, width - 2
+            for c in range(channels):
+                out[c] = 0 if bias is None else bias[c]
+            for t in range(width - 1, -1, -1):
+                if node >= 0:
+                    row, node = rows[b, node], parents[b, node]
+                else:
+                    row, stored = history[stored], stored - 1
+                for c in range(channels):
+                    out[c] += taps[t, c] * row[c]

@@ -1,0 +1,71 @@
+"""The steps that numba runs on a CPU against float64 loops over nodes (tests/helpers/oracles.py).
+
+Run: python -m pytest tests/operations/test_cpu_steps.py
+"""
+
+# Operands travel as dictionaries, which a type checker cannot count against a signature.
+# mypy: disable-error-code="arg-type"
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.operation_families import CONV, SSD
+from helpers.operation_problem import Family, Problem, error, mixed_parents, paths_to, random_parents
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stree.kernels import dispatch
+
+pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="these steps run on the CPU")]
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}  # of the oracle's largest value: rounding, and sums of products
+families = pytest.mark.parametrize("family", [SSD, CONV], ids=lambda f: f.name)
+
+
+def test_auto_means_these_steps_on_a_cpu() -> None:
+    assert {"ssd_step", "conv_step"} <= dispatch.CPU.keys()
+
+
+@families
+@given(st.integers(0, 10**6), st.integers(1, 3), st.integers(1, 24))
+@settings(max_examples=25, deadline=None)
+def test_a_step_commits_and_scans_as_the_recursion_does(family: Family, seed: int, batch: int, n: int) -> None:
+    dtype = [*TOLERANCE][seed % 2]
+    old = Problem.draw(family, random_parents(n, batch, seed), seed, dtype)
+    ends = (n - 1, None, n // 2)[:batch]
+    stash = old.stash(n, old.stashed())
+    new = Problem.draw(family, random_parents(n, batch, seed + 1), seed + 1, dtype).like(old)
+    expected = new.changed(**dict(zip(family.states, old.states_at(ends), strict=True)))
+    outputs, first = expected.outputs(), seed % n
+    if first:  # rows below it are in the stash from an earlier call
+        new.step(stash, *paths_to(old.parents, ends), backend="auto")
+        y = new.step(stash, first=first, backend="auto")
+    else:
+        y = new.step(stash, *paths_to(old.parents, ends), backend="auto")
+    assert y.dtype == dtype and y.is_contiguous()
+    assert error(y, outputs[:, first:]) < TOLERANCE[dtype]
+    for mine, other in zip(new.states, expected.states, strict=True):
+        assert error(mine, other) < TOLERANCE[dtype]
+    assert all(error(stash[name], rows) < TOLERANCE[dtype] for name, rows in new.stashed().items())
+
+
+@families
+def test_outputs_of_padding_are_finite_and_a_sibling_of_the_parent_gives_others(family: Family) -> None:
+    problem = Problem.draw(family, mixed_parents(13, padding=2))
+    y = problem.step(problem.stash(16), backend="auto")
+    wanted = problem.outputs()
+    assert bool(y.isfinite().all()) and error(y[problem.is_node], wanted[problem.is_node]) < TOLERANCE[torch.float64]
+    moved = problem.parents.clone()
+    moved[0, 5] = 3  # of the chain: its parent is 4
+    y = problem.step(problem.stash(16), backend="auto", topology=moved)
+    assert error(y[0], wanted[0]) > 1e-3
+
+
+@pytest.mark.parametrize(("family", "name"), [(SSD, "D"), (SSD, "bias"), (CONV, "bias")], ids=["D", "dt_bias", "bias"])
+def test_an_operand_that_is_left_out_is_zero(family: Family, name: str) -> None:
+    problem = Problem.draw(family, random_parents(9))
+    zero = problem.changed(**{name: torch.zeros_like(problem.given[name])})
+    without = problem.changed(**{name: None})
+    steps = [one.step(problem.stash(9), backend="auto") for one in (zero, without)]
+    assert error(steps[1], steps[0]) < TOLERANCE[torch.float64]
