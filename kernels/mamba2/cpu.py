@@ -28,7 +28,7 @@ def ssd_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, B, C and dt of the new rows, scan the new tree."""
     query = stash_rows(a)[3][:, a.first :].transpose(1, 2)  # [b, g, rows, s]
     batch, heads, headdim, dstate = a.state.shape
-    state = a.state.view(batch, a.ngroups, -1, dstate).transpose(2, 3)
+    state = a.state.reshape(batch, a.ngroups, -1, dstate).transpose(2, 3)
     y = torch.matmul(query, state).transpose(1, 2).reshape(batch, -1, heads, headdim)
     D = None if a.D is None else a.D.detach().numpy()
     nodes = a.stash_xbc.numpy(), a.stash_dt.numpy(), a.topology.parents.numpy()

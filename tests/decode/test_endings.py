@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -189,12 +189,9 @@ def test_a_drafter_that_dies_is_done_without_and_said(name: str, part: str, capl
 
 
 def test_the_kind_of_a_failure_is_named_where_its_message_is_a_key_alone() -> None:
-    def prompts() -> Iterator[list[int]]:
-        yield PROMPTS[0]
-        raise KeyError("text")
-
+    prompts = ({"prompt": PROMPTS[0]}[name] for name in ("prompt", "text"))
     with pytest.raises(stree.GenerationError, match="generation failed after 2 new tokens: KeyError: 'text'"):
-        stree.generate(lm(), prompts(), max_batch=1, max_length=64, max_new_tokens=2)
+        stree.generate(lm(), prompts, max_batch=1, max_length=64, max_new_tokens=2)
 
 
 def test_one_text_of_a_batch_is_cancelled_and_the_others_end_as_they_would() -> None:
