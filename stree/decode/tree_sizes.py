@@ -69,8 +69,8 @@ def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) ->
     spent, histories = _histories.setdefault(lm, {}).setdefault(drafter_key, (ProbeTime(), {}))
     steps_key = repr(growth), frozenset(kinds), rows, name_of(settings.verifier)
     history = histories.setdefault(steps_key, StepHistory(spent=spent))
-    # Rows share a step's cost less than its nodes do: with three or more, draft calls must first show that they pay.
-    start = START if rows == 1 else START // 2 if rows == 2 or not drafter.models else 1
+    # The rows of a batch share a step's cost less than its nodes do: draft calls must first show that they pay.
+    start = START if rows == 1 else 1 if drafter.models else START // 2
     return budget, AutoBudget(growth, sizes, history, start)
 
 
