@@ -85,7 +85,10 @@ def ssd_tree_scan(
     """
 
 
-@operation("mamba2.kernel", "g divides h", state="b h p s: wide x", x="b n h p", dt="b n h", A="h | b h", B="b n g s")
+@operation(
+    "mamba2.kernel", "g divides h", cpu="mamba2.cpu",
+    state="b h p s: wide x", x="b n h p", dt="b n h", A="h | b h", B="b n g s",
+)  # fmt: skip
 def ssd_commit(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, path: Path, path_lengths: Tensor | None, *,
     backend: Backend = "auto",
@@ -330,7 +333,7 @@ def tree_conv1d(
     """
 
 
-@operation("conv.kernel", window="b c t", x="b n c")
+@operation("conv.kernel", cpu="conv.cpu", window="b c t", x="b n c")
 def conv_commit(
     window: Tensor, x: Tensor, path: Path, path_lengths: Tensor | None, *, backend: Backend = "auto"
 ) -> None:

@@ -13,13 +13,18 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree.kernels.conv.reference import conv_commit
 from stree.kernels.cpu_jit import compiled
 from stree.kernels.dispatch import Operands
+from stree.kernels.topology import AcceptedPath
 
-__all__ = ["conv_step"]
+__all__ = ["conv_commit", "conv_step"]
 
 Array = np.ndarray[Any, Any]
+
+
+def conv_commit(window: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
+    """Move the accepted rows into the window of a convolution, in place."""
+    _move(window.numpy(), x.numpy(), accepted.rows.numpy(), accepted.lengths.numpy())
 
 
 def conv_step(a: Operands) -> Tensor:
@@ -31,6 +36,20 @@ def conv_step(a: Operands) -> Tensor:
     bias = None if a.bias is None else a.bias.detach().numpy()
     _convolve(a.stash.numpy(), a.window.numpy(), a.weight.detach().numpy(), bias, parents.numpy(), a.first, y.numpy())
     return F.silu(y, inplace=True) if a.activation == "silu" else y
+
+
+@compiled(nogil=True)
+def _move(window: Array, rows: Array, path: Array, lengths: Array) -> None:
+    """Write the last inputs along int64[b, m] paths of int64[b] lengths to float[b, c, w - 1] windows."""
+    batch, channels, history = window.shape
+    for b in range(batch):
+        for t in range(history):
+            source = lengths[b] + t
+            for c in range(channels):
+                if source < history:
+                    window[b, c, t] = window[b, c, source]
+                else:
+                    window[b, c, t] = rows[b, path[b, source - history], c]
 
 
 @compiled(nogil=True)

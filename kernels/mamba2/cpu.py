@@ -18,8 +18,9 @@ from torch import Tensor
 from stree.kernels.cpu_jit import compiled
 from stree.kernels.dispatch import Operands
 from stree.kernels.mamba2.reference import stash_rows
+from stree.kernels.topology import AcceptedPath
 
-__all__ = ["ssd_step"]
+__all__ = ["ssd_commit", "ssd_step"]
 
 Array = np.ndarray[Any, Any]
 
@@ -34,6 +35,31 @@ def ssd_step(a: Operands) -> Tensor:
     nodes = a.stash_xbc.numpy(), a.stash_dt.numpy(), a.topology.parents.numpy()
     _add_writes(*nodes, a.A.numpy(), D, a.first, a.ngroups, dstate, y.numpy())
     return y
+
+
+def ssd_commit(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accepted: AcceptedPath) -> None:
+    """Commit the accepted path of a Mamba-2 layer to its state, in place."""
+    rows = x.numpy(), dt.numpy(), A.expand(dt.shape[0], -1).contiguous().numpy(), B.numpy()
+    _commit(state.numpy(), *rows, accepted.rows.numpy(), accepted.lengths.numpy())
+
+
+@compiled(nogil=True)
+def _commit(state: Array, x: Array, dt: Array, A: Array, B: Array, path: Array, lengths: Array) -> None:
+    """Run the recurrence over int64[b, m] paths of int64[b] lengths; A is [b, h], the others as in `ssd_commit`."""
+    batch, heads, headdim, dstate = state.shape
+    shared, key = heads // B.shape[2], np.empty(dstate, state.dtype)
+    for b in range(batch):
+        for h in range(heads):
+            own = state[b, h]
+            for i in range(lengths[b]):
+                j = path[b, i]
+                decay = np.exp(dt[b, j, h] * A[b, h])
+                for s in range(dstate):
+                    key[s] = dt[b, j, h] * B[b, j, h // shared, s]
+                for p in range(headdim):
+                    row, value = own[p], x[b, j, h, p]
+                    for s in range(dstate):
+                        row[s] = decay * row[s] + value * key[s]
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)

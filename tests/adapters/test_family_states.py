@@ -32,7 +32,6 @@ from torch import Tensor
 from transformers import DynamicCache, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from stree import TokenTree, TreeLM
-from stree.models import packed_linear
 from stree.models.layers.delta_rule import DeltaSpec
 from stree.models.layers.mla import LatentStack
 
@@ -129,7 +128,7 @@ def test_a_model_with_a_vision_tower_is_refused() -> None:
 
 @pytest.mark.parametrize("family", matrix())
 def test_neither_a_trees_forward_nor_a_commit_reads_the_device(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "_limits", lambda *_: (0, 0))  # on the CPU numba reads the weights' memory
+    treat_as_on_device(monkeypatch)  # on the CPU numba reads memory
     decoding = Decoding(family_model(family), [6, 9])
     decoding.step([8, 8])
 

@@ -24,7 +24,7 @@ families = pytest.mark.parametrize("family", [SSD, CONV], ids=lambda f: f.name)
 
 
 def test_auto_means_these_steps_on_a_cpu() -> None:
-    assert {"ssd_step", "conv_step"} <= dispatch.CPU.keys()
+    assert {"ssd_commit", "ssd_step", "conv_commit", "conv_step"} <= dispatch.CPU.keys()
 
 
 @families
@@ -48,6 +48,23 @@ def test_a_step_commits_and_scans_as_the_recursion_does(family: Family, seed: in
     for mine, other in zip(new.states, expected.states, strict=True):
         assert error(mine, other) < TOLERANCE[dtype]
     assert all(error(stash[name], rows) < TOLERANCE[dtype] for name, rows in new.stashed().items())
+
+
+@families
+@given(st.integers(0, 10**6), st.integers(1, 24))
+@settings(max_examples=25, deadline=None)
+def test_a_commit_leaves_the_states_of_the_recursion_and_those_of_empty_paths(
+    family: Family, seed: int, n: int
+) -> None:
+    dtype = [*TOLERANCE][seed % 2]
+    problem = Problem.draw(family, random_parents(n, 3, seed), seed, dtype)
+    ends = (n - 1, None, n // 2)
+    expected, before = problem.states_at(ends), [state[1].clone() for state in problem.states]
+    wrong = problem.states_at((n // 2, None, n - 1))
+    problem.commit(*paths_to(problem.parents, ends), backend="auto")
+    for mine, other, own, control in zip(problem.states, expected, before, wrong, strict=True):
+        assert error(mine, other) < TOLERANCE[dtype] and torch.equal(mine[1], own)
+        assert n < 4 or error(mine, control) > 1e-3
 
 
 @families
