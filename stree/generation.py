@@ -110,7 +110,7 @@ def generate(
         Which token:
         sampling: temperature, top-k, top-p, min-p; None for greedy.
         logit_bias: numbers that are added to the logits of tokens, before everything below.
-        repetition_penalty: divides the logits of the text's tokens, prompt included, as in transformers.
+        repetition_penalty: 0.001 to 1000, divides the logits of the text's tokens, prompt included, as in transformers.
         frequency_penalty: subtracted from a token's logit for each time that it is among the new tokens, as in vLLM.
         presence_penalty: subtracted once where it is among them.
         allowed_token_ids: the only tokens that may be drawn.

@@ -24,7 +24,7 @@ Array = np.ndarray[Any, Any]
 
 def conv_commit(window: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
     """Move the accepted rows into the window of a convolution, in place."""
-    _move(window.numpy(), x.numpy(), accepted.rows.numpy(), accepted.lengths.numpy())
+    _shift(window.numpy(), x.numpy(), accepted.rows.numpy(), accepted.lengths.numpy())
 
 
 def conv_step(a: Operands) -> Tensor:
@@ -39,8 +39,8 @@ def conv_step(a: Operands) -> Tensor:
 
 
 @compiled(nogil=True)
-def _move(window: Array, rows: Array, path: Array, lengths: Array) -> None:
-    """Write the last inputs along int64[b, m] paths of int64[b] lengths to float[b, c, w - 1] windows."""
+def _shift(window: Array, rows: Array, path: Array, lengths: Array) -> None:
+    """Shift the rows of int64[b, m] paths of int64[b] lengths into float[b, c, w - 1] windows."""
     batch, channels, history = window.shape
     for b in range(batch):
         for t in range(history):

@@ -4,8 +4,7 @@ llguidance 1.9 against xgrammar 0.2.8, one CPU thread, a JSON object of five pro
 against 74 us a mask with Mistral's 32,000 tokens, 104 against 670 us with Qwen's 151,644; to compile it 1 ms against
 95 and 590 ms.  A copy of llguidance's matcher takes 0.7 us.  It reads Lark, and needs no other package.
 
-Where the next characters are certain it allows their first token alone, as the tokenizer writes them; the longest one
-where the tokenizer would write others.
+Where the next characters are certain it allows their first token alone: the tokenizer's, or the longest.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ __all__ = ["CompiledGrammar", "Grammar", "GrammarEnd"]
 WHITESPACE = r"( |\n[ \t]{0,32})"  # between two parts of a JSON document
 MOST_CHARACTERS = 1 << 20  # of a grammar
 NO_TOKEN = "the tokenizer has no token for what must follow"
-QUOTED_OR_REFUSED = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|[\[,]\s*(temperature|stop)\s*=')
+# Options of Lark rules that are refused; comments, strings and expressions are matched first, and so passed over.
+REFUSED_OPTIONS = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|[\[,]\s*(temperature|stop)\s*=')
 NEEDED = "grammars need the package llguidance: pip install 'stree[grammar]'"
 
 
@@ -112,7 +112,7 @@ class Grammar:
                 text = gbnf_to_lark(grammar) if "::=" in grammar else grammar
             except GbnfToLarkError as error:
                 raise ValueError(str(error)) from error
-            if refused := next(filter(None, QUOTED_OR_REFUSED.findall(text)), None):
+            if refused := next(filter(None, REFUSED_OPTIONS.findall(text)), None):
                 raise ValueError(f"{refused}= of a rule is not supported; lazy, suffix= and max_tokens= are")
             return library.LLMatcher.grammar_from_lark(text)
 
@@ -206,7 +206,7 @@ class CompiledGrammar:
 
 
 class GrammarEnd:
-    """Ends a text where its grammar lets nothing follow, or has a ``problem``: an ``Observer``."""
+    """Ends a text where its grammar lets nothing follow, or cannot be followed, for its ``problem``."""
 
     needs_logits = False
 

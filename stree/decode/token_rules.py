@@ -64,8 +64,8 @@ class TokenRules:
         """
         penalty = _number("repetition_penalty", repetition_penalty)
         if not 1 / MOST_PENALTY <= penalty <= MOST_PENALTY:
-            most = f"[{1 / MOST_PENALTY}, {MOST_PENALTY}]"
-            raise ValueError(f"repetition_penalty must be in {most}, got {repetition_penalty}")
+            bounds = f"[{1 / MOST_PENALTY}, {MOST_PENALTY}]"
+            raise ValueError(f"repetition_penalty must be in {bounds}, got {repetition_penalty}")
         least = integer("min_new_tokens", min_new_tokens)
         if not 0 <= least <= max_new_tokens:
             raise ValueError(f"min_new_tokens must be in [0, max_new_tokens {max_new_tokens}], got {min_new_tokens}")

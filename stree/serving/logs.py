@@ -46,7 +46,7 @@ class _OneASecond(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether a record is written."""
-        if "socket.accept() out of system resource" not in record.msg:
+        if "socket.accept() out of system resource" not in str(record.msg):
             return True
         is_due = record.created - self._last >= 1
         self._last = record.created if is_due else self._last
