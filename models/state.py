@@ -97,12 +97,8 @@ class DecodeState:
         """Copy the committed state; a pending tree is left out."""
         return self.select(torch.arange(self.batch_size, device=self.lengths.device))
 
-    def __copy__(self) -> DecodeState:
-        """Copy as ``clone`` does: a state of the same TreeLM without a pending tree."""
-        return self.clone()
-
     def __deepcopy__(self, _: Any) -> DecodeState:
-        """Likewise."""
+        """Copy as ``clone`` does: a state of the same TreeLM without a pending tree."""
         return self.clone()
 
     @torch.inference_mode(False)

@@ -117,7 +117,6 @@ def test_entries_of_a_path_past_its_length_are_ignored(filler: int) -> None:
     [
         *((family, DecodeState.clone, None) for family in FAMILIES),
         *(("bamba", copy.deepcopy, defers_commit) for defers_commit in (False, True)),
-        ("bamba", copy.copy, None),
     ],
 )
 def test_a_clone_has_the_commits_without_the_uncommitted_tree_and_is_independent(
