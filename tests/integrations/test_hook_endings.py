@@ -115,7 +115,7 @@ def spoken() -> tuple[PreTrainedModel, Any, list[int]]:
 
 def test_texts_of_a_grammar_are_those_of_transformers_under_the_same_masks() -> None:
     pattern, stops = "(a|bc)*cab", {"eos_token_id": END, "pad_token_id": END}
-    following = regular(pattern, most=9)
+    following = regular(pattern, most=10)  # six tokens, and at most four to an end
 
     def allowed(length: int) -> Any:
         return lambda _, text: following([token for token in text[length:].tolist() if token != END]) or [END]
