@@ -35,6 +35,7 @@ __all__ = [
     "choose",
     "draws_in_kernels",
     "fixes_shapes",
+    "has_own",
     "has_triton",
     "host_bound",
     "host_can_read",
@@ -121,7 +122,7 @@ def launches() -> bool:
 
 def host_can_read(tensor: Tensor) -> bool:
     """Whether the host can read values of a tensor without synchronising with a device."""
-    return tensor.device.type == "cpu" and _behaviour.get().host_can_read
+    return tensor.is_cpu and _behaviour.get().host_can_read
 
 
 def fixes_shapes(tensor: Tensor) -> bool:
@@ -179,6 +180,11 @@ def draws_in_kernels(scores: Tensor) -> bool:
 def has_triton(op: str, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether "auto" means Triton: for CUDA tensors of an operation that has a Triton version, but not in float64."""
     return _best_backend(op, device.type, dtype, _behaviour.get()) == "triton"
+
+
+def has_own(op: str, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether "auto" means another version than the reference: Triton, or one for the CPU."""
+    return _best_backend(op, device.type, dtype, _behaviour.get()) != "reference"
 
 
 @lru_cache(maxsize=4096)

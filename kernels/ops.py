@@ -253,7 +253,7 @@ def selective_commit(
 
 
 @operation(
-    "diagonal.kernel", "n <= N",
+    "diagonal.kernel", "n <= N", cpu="diagonal.cpu",
     state="b c s: wide x", stash_x="b N c", stash_dt="b N c: wide x", stash_B="b N s", x="b n-first c",
     dt="b n-first c", A="c s", B="b n-first s", C="b n-first s", dt_bias="c?", D="c?",
     previous=("b F c", "b F c: wide x", "b F s"),
@@ -424,7 +424,10 @@ def attention_step(
 # common stride between rows.  Sums and products are float32, and results are rounded once.
 
 
-@operation("fused.norm", "groups divides c", x="... n c", gate="... n c", weight="c", activation="one of silu, sigmoid")
+@operation(
+    "fused.norm", "groups divides c", cpu="fused.cpu",
+    x="... n c", gate="... n c", weight="c", activation="one of silu, sigmoid",
+)  # fmt: skip
 def gated_rms_norm(
     x: Tensor, gate: Tensor, weight: Tensor, *, eps: float, groups: int = 1, norm_before_gate: bool = False,
     activation: str = "silu", backend: Backend = "auto",
@@ -439,7 +442,7 @@ def gated_rms_norm(
     """
 
 
-@operation("fused.norm", x="... n c", weight="c")
+@operation("fused.norm", cpu="fused.cpu", x="... n c", weight="c")
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0, backend: Backend = "auto") -> Tensor:
     """Normalise rows by their root mean square: y = x / sqrt(mean(x^2) + eps) * (weight + offset).
 

@@ -205,7 +205,7 @@ def diagonal_tree(log_decay: Tensor, write: Tensor, state: Tensor, topology: Top
     nothing = torch.zeros_like(state)[:, None]
     write = torch.cat((write, nothing), 1)
     decay = torch.cat((log_decay, nothing), 1).exp_()
-    for start in topology.jump_rows():
+    for start in topology.jumps:
         write.addcmul_(decay, take_rows(write, start))
         decay.mul_(take_rows(decay, start))
     return torch.addcmul(write[:, :n], decay[:, :n], state[:, None])

@@ -79,9 +79,12 @@ class _Packing:
 
 
 class _Stored(NamedTuple):
-    """A weight that is supported, the address of its memory, and numba's product of it with up to ``most_rows`` rows.
+    """A weight that is supported, and numba's product with it.
 
-    The product is the faster on up to ``most_threads`` threads.
+    Attributes:
+        weight: the tensor.
+        address: of its memory; what is here holds while the tensor has it.
+        product: of up to ``most_rows`` rows, the faster on up to ``most_threads`` threads.
     """
 
     weight: Tensor
@@ -97,10 +100,6 @@ class _Stored(NamedTuple):
 
         product = partial(linear, weight=_in_numpy(weight.detach()))
         return cls(weight, weight.data_ptr(), product, *_limits(weight, copies))
-
-    def is_of(self, weight: Tensor) -> bool:
-        """Whether this is the weight, in the same memory."""
-        return self.weight is weight and self.address == weight.data_ptr()
 
 
 class PackedWeight:
@@ -128,27 +127,24 @@ class PackedWeight:
         return PackedWeight, (self.copies,)
 
     def takes(self, weight: Tensor) -> bool:
-        """Whether a weight is supported; what was found holds for it as long as it is in the same memory."""
+        """Whether a weight is supported."""
         stored = self._stored
-        return (stored is not None and stored.is_of(weight)) or _is_supported(weight)
+        is_known = stored is not None and stored.weight is weight and stored.address == weight.data_ptr()
+        return is_known or _is_supported(weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
-        y = self._product_of_few(x, weight)
+        y = None
+        if host_can_read(x):
+            stored = self._stored
+            if stored is None or stored.weight is not weight or stored.address != weight.data_ptr():
+                self._stored = stored = _Stored.of(weight, self.copies)
+            is_few = 0 < x.numel() <= stored.most_rows * x.shape[-1]
+            y = stored.product(x) if is_few and torch.get_num_threads() <= stored.most_threads else None
         if y is None and _onednn_packs(weight.dtype):
             return self._packed_product(x, weight, bias) if self.copies else nn.functional.linear(x, weight, bias)
         y = _in_float32(x, weight) if y is None else y
         return (y if bias is None else y.add_(bias)).to(x.dtype)
-
-    def _product_of_few(self, x: Tensor, weight: Tensor) -> Tensor | None:
-        """Compute x weight^T by numba's code, or return None where it is not the faster."""
-        if not host_can_read(weight):
-            return None
-        stored = self._stored
-        if stored is None or not stored.is_of(weight):
-            self._stored = stored = _Stored.of(weight, self.copies)
-        is_few = 0 < x.numel() <= stored.most_rows * x.shape[-1] and torch.get_num_threads() <= stored.most_threads
-        return stored.product(x) if is_few else None
 
     def _packed_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias with the packed copy, or by MKL where that is the faster."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stree.checks import check_counts
-from stree.kernels.dispatch import has_triton
+from stree.kernels.dispatch import has_own, has_triton
 from stree.kernels.topology import most_nodes
 from stree.models.bounded_scan import memory_bounded
 from stree.models.checks import check_peft, model_change, weight_places
@@ -169,7 +169,7 @@ class PatchedModel:
             raise NotImplementedError(f"max_nodes must be at most {most} on {self.device}, got {max_nodes}")
         self._modules = [*self.model.modules()]  # modules may have been inserted since the last state
         devices = {self.device, *self.devices}
-        can_fuse = any(has_triton(op, device, self.dtype) for device in devices for op in FUSED)
+        can_fuse = any(has_own(op, device, self.dtype) for device in devices for op in FUSED)
         if can_fuse and not self._is_fusable:
             patch_fused_layers(self.model)
             self._is_fusable = True

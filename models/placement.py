@@ -36,7 +36,7 @@ def step_on(step: TreeStep, device: torch.device) -> TreeStep:
 
 
 def _moved(indices: Any, device: torch.device) -> Any:
-    """Copy a topology or an accepted path to another device; None stays None."""
+    """Copy a topology, its indices or an accepted path to another device; None stays None."""
     if indices is None:
         return None
     moved: dict[str, Any] = {}
@@ -44,8 +44,8 @@ def _moved(indices: Any, device: torch.device) -> Any:
         value = getattr(indices, field.name)
         if isinstance(value, Tensor):
             moved[field.name] = value.to(device)
-        elif isinstance(value, tuple):
-            moved[field.name] = tuple(part.to(device) for part in value)
+        elif dataclasses.is_dataclass(value):
+            moved[field.name] = _moved(value, device)
     return dataclasses.replace(indices, **moved)
 
 

@@ -50,7 +50,7 @@ class TreeLM(TreeScorer):
         defers_commit: whether the commit of a path is deferred to the scan of the next tree; None: on devices that run
             the Triton kernels, where the scan applies it in one pass over the state.
         fused_layers: whether trees are scored with `stree.models.fused` in place of transformers' norms, rotary
-            positions and feed-forwards on those devices.
+            positions and feed-forwards on those devices, and of norms on CPUs.
         fused_mixers: whether states made from now on run Mamba-2 mixers on trees of up to 16 nodes in one launch there.
             Off until it is timed on a GPU.
         is_sharded: whether several processes hold parts of the weights; all must make the same calls.

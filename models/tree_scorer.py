@@ -41,11 +41,6 @@ class TreeScorer(PatchedModel):
         """Taps of the longest short convolution."""
         return max((spec.conv_width for spec in self.specs.values() if spec.conv_width is not None), default=None)
 
-    @cached_property
-    def _has_diagonal(self) -> bool:
-        """Whether a layer has a diagonal state."""
-        return any(spec.is_diagonal for spec in self.specs.values())
-
     @overload
     def verify(self, state: DecodeState, tree: TokenTree, first: int = 0) -> Tensor: ...
     @overload
@@ -100,9 +95,7 @@ class TreeScorer(PatchedModel):
         self, state: DecodeState, nodes: TreeInputs, hidden_layers: Sequence[int] | None
     ) -> tuple[Tensor, Tensor | None]:
         """Call the model; return logits, and hidden states or None."""
-        topology = Topology.of(
-            nodes.parents, self._conv_width, mask=nodes.mask, depths=nodes.depths, jumps=self._has_diagonal
-        )
+        topology = Topology.of(nodes.parents, self._conv_width, mask=nodes.mask, depths=nodes.depths)
         first = nodes.first
         step = TreeStep(state, topology, first, state.max_length if state.fixed_shapes else state.length_bound)
         if nodes.positions is not None and host_can_read(nodes.tokens) and not state.fixed_shapes:  # free to read here

@@ -112,7 +112,7 @@ class Size:
         lengths = torch.full((self.batch,), length, dtype=torch.int32, device=self.device)
         return {
             "parents": parents,
-            "topology": Topology.of(parents, conv_width, jumps=True),
+            "topology": Topology.of(parents, conv_width),
             "accepted": AcceptedPath.of(path, lengths, conv_width),
             "path": path,
             "path_lengths": lengths,

@@ -221,7 +221,7 @@ def _attend(op: str, a: Operands, stash: tuple[Tensor, Tensor], *, keep: bool) -
         lse = torch.empty(sizes, dtype=torch.float32, device=device)
     factors = (a.scale * LOG2E, 0.0) if a.softcap is None else (a.scale / a.softcap, a.softcap * LOG2E)
     attention_kernel[(blocks, parts, batch * kv_heads)](
-        a.q, a.k_cache, a.v_cache, a.lengths.contiguous(), a.k, a.v, a.topology.ancestor_bits(),
+        a.q, a.k_cache, a.v_cache, a.lengths.contiguous(), a.k, a.v, a.topology.bits,
         a.topology.depths.contiguous(), stash_k, stash_v, partial, lse,
         n, a.first, new_from, context, chunk, a.window or 0, *factors,
         *strides(a.q, 3), *strides(a.k_cache, 3), *strides(a.v_cache, 3), *strides(a.k, 3), *strides(a.v, 3),

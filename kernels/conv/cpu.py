@@ -29,12 +29,12 @@ def conv_commit(window: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
 
 def conv_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows before the convolution, convolve the new tree."""
-    parents, y = a.topology.parents, a.x.new_empty(a.x.shape)
+    y = a.x.new_empty(a.x.shape)
     if a.accepted is not None:
         conv_commit(a.window, a.stash, a.accepted)
-    a.stash[:, a.first : parents.shape[1]].copy_(a.x)
     bias = None if a.bias is None else a.bias.detach().numpy()
-    _convolve(a.stash.numpy(), a.window.numpy(), a.weight.detach().numpy(), bias, parents.numpy(), a.first, y.numpy())
+    rows = a.x.numpy(), a.stash.numpy(), a.window.numpy()
+    _convolve(*rows, a.weight.detach().numpy(), bias, a.topology.parents.numpy(), y.numpy())
     return F.silu(y, inplace=True) if a.activation == "silu" else y
 
 
@@ -54,20 +54,21 @@ def _shift(window: Array, rows: Array, path: Array, lengths: Array) -> None:
 
 @compiled(nogil=True)
 def _convolve(
-    rows: Array, window: Array, weight: Array, bias: Array | None, parents: Array, first: int, y: Array
+    x: Array, rows: Array, window: Array, weight: Array, bias: Array | None, parents: Array, y: Array
 ) -> None:
-    """Convolve every node with its ancestors, then with the stored window.
+    """Stash new rows and convolve every one with its ancestors, then with the stored window.
 
     Args:
-        rows: float[b, N, c], of N >= n nodes.
+        x: float[b, n - first, c].
+        rows: float[b, N, c], of N >= n nodes; those of x are written.
         window: float[b, c, w - 1].
         weight: float[c, w].
         bias: float[c] or None.
         parents: int32[b, n].
-        first: the first node of y.
         y: float[b, n - first, c], written.
     """
     batch, n = parents.shape
+    first = n - x.shape[1]
     channels, width = weight.shape
     taps, history = np.empty((width, channels), y.dtype), np.empty((width - 1, channels), y.dtype)
     for c in range(channels):
@@ -80,6 +81,7 @@ def _convolve(
         for i in range(first, n):
             out, node, stored = y[b, i - first], i, width - 2
             for c in range(channels):
+                rows[b, i, c] = x[b, i - first, c]
                 out[c] = 0 if bias is None else bias[c]
             for t in range(width - 1, -1, -1):
                 if node >= 0:

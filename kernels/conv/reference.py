@@ -25,9 +25,7 @@ def tree_conv1d(
     rows = torch.cat((window.transpose(1, 2), x), 1).to(dtype)  # [b, width - 1 + n, c]
     taps = weight.t().to(dtype)
     if n > 1:  # the rows of a single node are the window and itself, already in order
-        index = topology.conv_index
-        if index is None or index.shape[2] != width:
-            index = topology.conv_rows(width)
+        index = topology.conv_rows(width)
         rows = take_rows(rows, index[:, first:].flatten(1))
         taps = taps.contiguous()
     y = (rows.view(batch, n - first, width, channels) * taps).sum(2)

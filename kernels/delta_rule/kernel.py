@@ -227,7 +227,7 @@ def _launch(
     q = k = v = g = beta = bits = None
     n, first, scale = 1, 0, None
     if scan is not None:
-        n, first, scale, bits = scan.topology.num_nodes, scan.first, scan.scale, scan.topology.ancestor_bits()
+        n, first, scale, bits = scan.topology.num_nodes, scan.first, scan.scale, scan.topology.bits
         check_limit(op, "trees of nodes", n, MAX_NODES)
         q, k, v, g, beta = _checked(("q", "k", "v", "g", "beta"), (scan.q, scan.k, scan.v, scan.g, scan.beta))
     stash_k, stash_g, _ = _checked(("stash_k", "stash_g", "u"), (*stash, given))

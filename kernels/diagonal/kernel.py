@@ -259,7 +259,7 @@ def _launch(
     (old_x, old_step, old_B), (x, step, B), (stash_x, stash_step, stash_B) = map(_checked, (old, new, stash))
     n, walk, y, new_from = 1, None, None, first if stash is not None else 0
     if topology is not None:
-        n, walk = topology.num_nodes, topology.depth_first_walk()
+        n, walk = topology.num_nodes, topology.walk
         check_limit(op, "trees of nodes", n, MAX_NODES)
         dtype = x.dtype if stash_x is None else stash_x.dtype
         y = torch.empty(batch, n - first, channels, dtype=dtype, device=x.device)

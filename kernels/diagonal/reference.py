@@ -12,7 +12,7 @@ from stree.kernels.topology import AcceptedPath, Topology
 
 __all__ = [
     "diagonal_commit", "diagonal_step", "diagonal_tree_scan",
-    "selective_commit", "selective_step", "selective_tree_scan",
+    "selective_commit", "selective_step", "selective_tree_scan", "stash_rows",
 ]  # fmt: skip
 
 
@@ -45,6 +45,11 @@ def selective_commit(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor,
 
 def selective_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, dt and B of the new rows, scan the new tree."""
+    return _scan(*stash_rows(a), a.C, a)
+
+
+def stash_rows(a: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """Commit the last path of a Mamba-1 layer and stash the new rows; return x, dt and B of all nodes."""
     n, first, stash = a.topology.parents.shape[1], a.first, (a.stash_x, a.stash_dt, a.stash_B)
     if a.accepted is not None:
         old_x, old_dt, old_B = a.previous or stash
@@ -53,8 +58,7 @@ def selective_step(a: Operands) -> Tensor:
     step_size = F.softplus(step_size if a.dt_bias is None else step_size + a.dt_bias)
     for kept, rows in zip(stash, (a.x, step_size, a.B), strict=True):
         kept[:, first:n].copy_(rows)
-    x, dt, B = (kept[:, :n] for kept in stash)
-    return _scan(x, dt, B, a.C, a)
+    return a.stash_x[:, :n], a.stash_dt[:, :n], a.stash_B[:, :n]
 
 
 def diagonal_tree_scan(log_a: Tensor, x: Tensor, topology: Topology, state: Tensor, *, first: int) -> Tensor:

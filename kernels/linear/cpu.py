@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from stree.kernels.cpu_jit import compiled, overload
+from stree.kernels.cpu_jit import ZEROS, array_at, compiled, overload
 
 __all__ = ["linear"]
 
@@ -31,10 +30,10 @@ def linear(x: Tensor, weight: Array) -> Tensor:
         float32[..., out].
     """
     num_out, num_in = weight.shape
-    y = x.new_empty((*x.shape[:-1], num_out), dtype=torch.float32)
-    rows = x.float().contiguous().numpy().reshape(-1, num_in)
-    multiply = _products_of_row if len(rows) == 1 else _products
-    multiply(rows, weight, y.numpy().reshape(-1, num_out))
+    x = x.float().contiguous()
+    y, rows = x.new_empty((*x.shape[:-1], num_out)), x.numel() // num_in
+    multiply = _products_of_row if rows == 1 else _products
+    multiply(x.data_ptr(), rows, weight, y.data_ptr(), ZEROS[x.itemsize])
     return y
 
 
@@ -51,18 +50,19 @@ def _compiled_number(stored: Any) -> Any:
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)  # sums in any order; no number is assumed finite
-def _products(x: Array, weight: Array, y: Array) -> None:
+def _products(x_address: int, rows: int, weight: Array, y_address: int, zero: Any) -> None:
     """Multiply four rows by three outputs at a time: twelve sums, three weights and a row fill AVX2's 16 registers.
 
     The three outputs lie a third of the weight apart: the processor then fetches three long runs of memory ahead.
     The last argument is written; what does not divide by four or three is computed again.
     """
+    x, y = array_at(x_address, (rows, weight.shape[1]), zero), array_at(y_address, (rows, len(weight)), zero)
     last_row, last, third = len(x) - 1, len(weight) - 1, (len(weight) + 2) // 3
     for o0 in range(third):
         o1, o2 = min(o0 + third, last), min(o0 + 2 * third, last)
         for r0 in range(0, len(x), 4):
             r1, r2, r3 = min(r0 + 1, last_row), min(r0 + 2, last_row), min(r0 + 3, last_row)
-            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = np.float32(0)
+            a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = zero
             for i in range(x.shape[1]):
                 w0, w1, w2 = _number(weight[o0, i]), _number(weight[o1, i]), _number(weight[o2, i])
                 x0, x1, x2, x3 = x[r0, i], x[r1, i], x[r2, i], x[r3, i]
@@ -76,12 +76,13 @@ def _products(x: Array, weight: Array, y: Array) -> None:
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
-def _products_of_row(x: Array, weight: Array, y: Array) -> None:
+def _products_of_row(x_address: int, rows: int, weight: Array, y_address: int, zero: Any) -> None:
     """Multiply one row by four outputs at a time; ``_products`` would compute the row four times."""
+    x, y = array_at(x_address, (1, weight.shape[1]), zero), array_at(y_address, (1, len(weight)), zero)
     last, quarter = len(weight) - 1, (len(weight) + 3) // 4
     for o0 in range(quarter):
         o1, o2, o3 = min(o0 + quarter, last), min(o0 + 2 * quarter, last), min(o0 + 3 * quarter, last)
-        a = b = c = d = np.float32(0)
+        a = b = c = d = zero
         for i in range(x.shape[1]):
             x0 = x[0, i]
             a, b = a + x0 * _number(weight[o0, i]), b + x0 * _number(weight[o1, i])

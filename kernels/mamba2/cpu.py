@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stree.kernels.cpu_jit import compiled
 from stree.kernels.dispatch import Operands
-from stree.kernels.mamba2.reference import stash_rows
+from stree.kernels.mamba2.reference import commit_stashed
 from stree.kernels.topology import AcceptedPath
 
 __all__ = ["ssd_commit", "ssd_step"]
@@ -27,13 +27,16 @@ Array = np.ndarray[Any, Any]
 
 def ssd_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, B, C and dt of the new rows, scan the new tree."""
-    query = stash_rows(a)[3][:, a.first :].transpose(1, 2)  # [b, g, rows, s]
+    if a.accepted is not None:
+        commit_stashed(a)
     batch, heads, headdim, dstate = a.state.shape
+    query = a.xbc[..., -a.ngroups * dstate :].unflatten(2, (a.ngroups, dstate)).transpose(1, 2)  # [b, g, rows, s]
     state = a.state.reshape(batch, a.ngroups, -1, dstate).transpose(2, 3)
     y = torch.matmul(query, state).transpose(1, 2).reshape(batch, -1, heads, headdim)
-    D = None if a.D is None else a.D.detach().numpy()
+    dt_bias, D = (None if x is None else x.detach().numpy() for x in (a.dt_bias, a.D))
+    new = a.xbc.numpy(), a.dt.numpy(), dt_bias, *map(float, a.dt_limit)
     nodes = a.stash_xbc.numpy(), a.stash_dt.numpy(), a.topology.parents.numpy()
-    _add_writes(*nodes, a.A.numpy(), D, a.first, a.ngroups, dstate, y.numpy())
+    _stash_and_scan(*new, *nodes, a.A.numpy(), D, a.ngroups, dstate, y.numpy())
     return y
 
 
@@ -63,27 +66,41 @@ def _commit(state: Array, x: Array, dt: Array, A: Array, B: Array, path: Array, 
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
-def _add_writes(
-    xbc: Array, dt: Array, parents: Array, A: Array, D: Array | None, first: int, groups: int, dstate: int, y: Array
-) -> None:
-    """Turn S[-1] C[i] into S[i] C[i] + D x[i] on walks from each node up to its root.
+def _stash_and_scan(
+    new_xbc: Array, new_dt: Array, dt_bias: Array | None, lowest: float, highest: float, xbc: Array,
+    dt: Array, parents: Array, A: Array, D: Array | None, groups: int, dstate: int, y: Array,
+) -> None:  # fmt: skip
+    """Stash new rows, and turn S[-1] C[i] into S[i] C[i] + D x[i] on walks from each of them up to its root.
 
     Args:
-        xbc: float[b, N, h p + 2 g s], x, B and C of N >= n nodes.
-        dt: float[b, N, h].
+        new_xbc: float[b, n - first, h p + 2 g s].
+        new_dt: float[b, n - first, h], before bias, softplus and limit.
+        dt_bias: float[h] or None.
+        lowest: limit of the step size.
+        highest: the other limit.
+        xbc: float[b, N, h p + 2 g s], x, B and C of N >= n nodes; the new ones are written.
+        dt: float[b, N, h], likewise.
         parents: int32[b, n].
         A: float[h].
         D: float[h] or None.
-        first: the first node of y.
         groups: g.
         dstate: s.
         y: float[b, n - first, h, p], written.
     """
     batch, n = parents.shape
+    first = n - new_xbc.shape[1]
     heads, headdim = y.shape[2:]
     shared, number = heads // groups, y.dtype.type
     decay, score = np.empty((n, heads), y.dtype), np.empty(n, y.dtype)
     for b in range(batch):
+        for i in range(first, n):
+            for c in range(xbc.shape[2]):
+                xbc[b, i, c] = new_xbc[b, i - first, c]
+            for h in range(heads):
+                step = new_dt[b, i - first, h] + (number(0) if dt_bias is None else dt_bias[h])
+                step = np.log1p(np.exp(step)) if step <= 20 else step  # softplus, as torch's
+                step = number(lowest) if step < lowest else step
+                dt[b, i, h] = number(highest) if step > highest else step  # what is not a number stays
         for i in range(n):
             for h in range(heads):
                 decay[i, h] = np.exp(dt[b, i, h] * A[h])

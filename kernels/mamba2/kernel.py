@@ -124,7 +124,7 @@ def _launch(
     stash_xbc, stash_dt = stash or (None, None)
     n, first, bits, D, bias, low, high = 1, 0, None, None, None, 0.0, 0.0
     if scan is not None:
-        n, first, bits, D = scan.topology.num_nodes, scan.first, scan.topology.ancestor_bits(), scan.D
+        n, first, bits, D = scan.topology.num_nodes, scan.first, scan.topology.bits, scan.D
         check_limit(op, "trees of nodes", n, MAX_NODES)
     if stash is not None and scan is not None:
         check_inner("stash_xbc", stash[0])

@@ -11,7 +11,7 @@ from stree.kernels.dispatch import Operands
 from stree.kernels.reference import matrix_commit, matrix_tree
 from stree.kernels.topology import AcceptedPath
 
-__all__ = ["mamba2_step", "ssd_commit", "ssd_step", "ssd_tree_scan", "stash_rows"]
+__all__ = ["commit_stashed", "mamba2_step", "ssd_commit", "ssd_step", "ssd_tree_scan", "stash_rows"]
 
 
 def ssd_tree_scan(a: Operands) -> Tensor:
@@ -60,19 +60,24 @@ def mamba2_step(a: Operands) -> tuple[Tensor, Tensor | None]:
 
 def stash_rows(a: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Commit the last path and stash the new rows; return x, dt, B and C of all nodes."""
-    n, sizes = a.topology.parents.shape[1], (a.headdim, a.ngroups, a.A.shape[0])
+    n = a.topology.parents.shape[1]
     if a.accepted is not None:
-        old_xbc, old_dt = a.previous or (a.stash_xbc, a.stash_dt)
-        x, B, _ = _split_xbc(a.accepted.take(old_xbc), *sizes)
-        ssd_update(a.state, x, a.accepted.take(old_dt), a.A, B, a.accepted)
+        commit_stashed(a)
     a.stash_xbc[:, a.first : n].copy_(a.xbc)
     step_size = a.dt.to(a.stash_dt.dtype)
     step_size = F.softplus(step_size if a.dt_bias is None else step_size + a.dt_bias)
     if a.dt_limit != (0.0, float("inf")):
         step_size = step_size.clamp(*a.dt_limit)
     a.stash_dt[:, a.first : n].copy_(step_size)
-    x, B, C = _split_xbc(a.stash_xbc[:, :n], *sizes)
+    x, B, C = _split_xbc(a.stash_xbc[:, :n], a.headdim, a.ngroups, a.A.shape[0])
     return x, a.stash_dt[:, :n], B, C
+
+
+def commit_stashed(a: Operands) -> None:
+    """Commit the last path of a step."""
+    old_xbc, old_dt = a.previous or (a.stash_xbc, a.stash_dt)
+    x, B, _ = _split_xbc(a.accepted.take(old_xbc), a.headdim, a.ngroups, a.A.shape[0])
+    ssd_update(a.state, x, a.accepted.take(old_dt), a.A, B, a.accepted)
 
 
 def _split_xbc(xbc: Tensor, headdim: int, ngroups: int, nheads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Fused layers: modules of transformers that run as one Triton launch each while a tree is scored.
 
 These are norms between layers together with the residual sum before them, gated norms of recurrent layers, rotary
-positions, the middle of feed-forwards, and mixtures of experts.  A module runs unfused if its class was not recognised,
-another library has replaced its forward, a part that would be skipped has hooks, or the call scores no tree.
+positions, the middle of feed-forwards, and mixtures of experts; on a CPU the norms, by numba's code.  A module runs
+unfused if its class was not recognised, another library has replaced its forward, a part that would be skipped has
+hooks, or the call scores no tree.
 """
 
 from __future__ import annotations
@@ -108,9 +109,9 @@ def with_fused_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
 def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     """Normalise and gate float[..., c] rows as ``norm``, a gated RMSNorm of transformers, does.
 
-    It runs the Triton version if there is one and the class is recognised, else the module's forward.
+    It runs in one launch where the device has that and the class is recognised, else the module's forward.
     """
-    facts = _gated_norm_facts(norm, x) if dispatch.has_triton("gated_rms_norm", x.device, x.dtype) else None
+    facts = _gated_norm_facts(norm, x) if dispatch.has_own("gated_rms_norm", x.device, x.dtype) else None
     if facts is None:
         return norm(x, gate)  # type: ignore[no-any-return]
     return ops.gated_rms_norm(x, gate, norm.weight, eps=norm.variance_epsilon, **facts)
@@ -144,8 +145,8 @@ def _gated_norm_facts(norm: Any, like: Tensor) -> dict[str, Any] | None:
 
 
 def _runs(op: str, like: Any) -> bool:
-    """Return whether fused layers are on and an operation runs in Triton on the tensor's device."""
-    return _is_fused.get() and dispatch.has_triton(op, like.device, like.dtype)
+    """Return whether fused layers are on and an operation has its own version for the tensor's device."""
+    return _is_fused.get() and dispatch.has_own(op, like.device, like.dtype)
 
 
 def _patch(module: Any, forward: Callable[..., Any], *facts: Any) -> None:

@@ -165,11 +165,9 @@ class LayerSpec:
         dtype: of the activations.
         device: of the weights.
         conv_width: taps of the layer's short convolution, or None.
-        is_diagonal: whether its state is diagonal; its scan then needs the jumps of a tree's topology.
     """
 
     kind: ClassVar[str]
-    is_diagonal: ClassVar[bool] = False
     before_convolution: ClassVar[tuple[str, ...]] = ()
 
     dtype: torch.dtype

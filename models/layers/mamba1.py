@@ -29,7 +29,6 @@ class Mamba1Spec(LayerSpec):
 
     kind: ClassVar[str] = "Mamba-1"
     before_convolution: ClassVar[tuple[str, ...]] = ("in_proj",)
-    is_diagonal: ClassVar[bool] = True
 
     nheads: int
     channels: int

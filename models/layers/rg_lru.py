@@ -41,7 +41,6 @@ class RgLruSpec(LayerSpec):
     """Sizes of a recurrent block."""
 
     kind: ClassVar[str] = "RG-LRU"
-    is_diagonal: ClassVar[bool] = True
 
     channels: int
     conv_width: int

@@ -61,8 +61,7 @@ class RunDirectory:
         path: the directory; made if need be.
         config: settings that all records of one table must share; JSON-able.
         env: environment of this start.
-        force: begin anew where the directory holds a run of another configuration; its results are kept as
-            ``results.jsonl.old``.
+        force: begin anew; results that the directory holds are kept as ``results.jsonl.old``.
 
     Raises:
         ValueError: the directory holds a run of another configuration, or a damaged file.
@@ -73,14 +72,14 @@ class RunDirectory:
         about = path / "run.json"
         path.mkdir(parents=True, exist_ok=True)
         unpack(self.results)
-        try:
-            sessions = self._sessions(about, json.loads(json.dumps(config)))
-        except ValueError as error:
-            if not force:
+        sessions: list[Record] = []
+        if force and self.results.exists():
+            os.replace(self.results, self.results.with_suffix(".jsonl.old"))
+        elif not force:
+            try:
+                sessions = self._sessions(about, json.loads(json.dumps(config)))
+            except ValueError as error:
                 raise ValueError(f"{error}; choose another --out, or --force to begin anew") from error
-            sessions = []
-            if self.results.exists():
-                os.replace(self.results, self.results.with_suffix(".jsonl.old"))
         with replacing(about) as beside:
             text = json.dumps({"config": config, "sessions": [*sessions, env]}, indent=1)
             beside.write_text(text + "\n", encoding="utf-8")

@@ -98,7 +98,9 @@ def _add_run(bench: Any) -> None:
         "--steps", action="store_true", help="also record every step: its tree, accepted path, probabilities and times"
     )
     command.add_argument("--out", type=Path, required=True, help="directory of the run")
-    command.add_argument("--force", action="store_true", help="begin anew where --out holds another run")
+    command.add_argument(
+        "--force", action="store_true", help="begin anew; results that --out holds become results.jsonl.old"
+    )
     _add_formats(command)
 
 

@@ -83,11 +83,11 @@ def refuse(*_: Any, **__: Any) -> Tensor:
     raise AssertionError("the module's own forward ran")
 
 
-@pytest.mark.parametrize("change", ["no-triton", "forward", "hook"])
-def test_the_familys_module_runs_without_triton_or_if_it_was_changed(
+@pytest.mark.parametrize("change", ["reference", "forward", "hook"])
+def test_the_familys_module_runs_where_there_is_the_reference_only_or_if_it_was_changed(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "has_triton", lambda *_: change != "no-triton")
+    monkeypatch.setattr(dispatch, "has_own", lambda *_: change != "reference")
     norm = gated_norm_of("bamba", {})
     x, gate = torch.randn(2, 3, norm.weight.shape[0]).unbind()
     with torch.no_grad():

@@ -30,6 +30,8 @@ def test_a_directory_of_another_configuration_is_refused_unless_forced(tmp_path:
     anew = RunDirectory(tmp_path / "run", {"methods": "chain:2"}, {"device": "new"}, force=True)
     assert anew.records == [] and (tmp_path / "run" / "results.jsonl.old").read_bytes() == before
     assert json.loads((tmp_path / "run" / "run.json").read_text())["sessions"] == [{"device": "new"}]
+    anew.add([{"metric": "check", "params": {}}])
+    assert RunDirectory(tmp_path / "run", {"methods": "chain:2"}, {}, force=True).records == []
 
 
 def test_a_run_is_resumed_with_its_own_configuration_and_notes_every_start(tmp_path: Path) -> None:

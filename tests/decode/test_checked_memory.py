@@ -106,9 +106,12 @@ def test_a_forward_over_a_tree_takes_as_much_as_was_checked(family: str) -> None
     lm.prefill(state, torch.zeros(batch, length - 2, dtype=torch.long))
     tree = stree.TokenTree(torch.zeros(nodes, dtype=torch.long).repeat(batch, 1), STAR.repeat(batch, 1))
     assert tree.depths.max() == tree.ancestor_mask.sum(-1).max() - 1  # which are computed when they are first read
-    with PeakMemory() as memory_of:
-        lm.verify(state, tree)
-    assert tree_bytes(lm, batch, nodes, length) == pytest.approx(memory_of.peak, rel=0.05)
+    peaks = []
+    for scope in (as_on_device(triton=False), nullcontext()):  # the reference; numba's code, which takes less
+        with scope, PeakMemory() as memory_of:
+            lm.verify(state, tree)
+        peaks.append(memory_of.peak)
+    assert tree_bytes(lm, batch, nodes, length) == pytest.approx(peaks[0], rel=0.05) and peaks[1] <= 1.05 * peaks[0]
 
 
 STAR = torch.tensor([-1] + [0] * 15)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.operation_families import CONV, SSD
+from helpers.operation_families import CONV, SELECTIVE, SSD
 from helpers.operation_problem import Family, Problem, error, mixed_parents, paths_to, random_parents
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,11 +20,11 @@ from stree.kernels import dispatch
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="these steps run on the CPU")]
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}  # of the oracle's largest value: rounding, and sums of products
-families = pytest.mark.parametrize("family", [SSD, CONV], ids=lambda f: f.name)
+families = pytest.mark.parametrize("family", [SSD, SELECTIVE, CONV], ids=lambda f: f.name)
 
 
 def test_auto_means_these_steps_on_a_cpu() -> None:
-    assert {"ssd_commit", "ssd_step", "conv_commit", "conv_step"} <= dispatch.CPU.keys()
+    assert {"ssd_commit", "ssd_step", "selective_step", "conv_commit", "conv_step"} <= dispatch.CPU.keys()
 
 
 @families
@@ -77,7 +77,11 @@ def test_outputs_of_padding_are_finite_and_a_sibling_of_the_parent_gives_others(
     assert error(y[0], wanted[0]) > 1e-3
 
 
-@pytest.mark.parametrize(("family", "name"), [(SSD, "D"), (SSD, "bias"), (CONV, "bias")], ids=["D", "dt_bias", "bias"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(SSD, "D"), (SSD, "bias"), (SELECTIVE, "D"), (SELECTIVE, "bias"), (CONV, "bias")],
+    ids=lambda part: part if isinstance(part, str) else part.name,
+)
 def test_an_operand_that_is_left_out_is_zero(family: Family, name: str) -> None:
     problem = Problem.draw(family, random_parents(9))
     zero = problem.changed(**{name: torch.zeros_like(problem.given[name])})

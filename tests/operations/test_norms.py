@@ -18,6 +18,7 @@ from stree.kernels.precision import float32_tolerance
 # Largest error as a share of the largest value of the oracle, which sees the same rounded inputs.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: float32_tolerance(1024), torch.bfloat16: 2e-2, torch.float16: 2e-3}
 CASES = [(b, d) for b in ("reference", "triton") for d in TOLERANCE if (b, d) != ("triton", torch.float64)]
+CASES += [("auto", torch.float32), ("auto", torch.float64)]  # numba on a CPU
 BACKENDS = pytest.mark.parametrize(("backend", "dtype"), CASES, ids=[f"{b}-{str(d)[6:]}" for b, d in CASES])
 EPS = 1e-5
 

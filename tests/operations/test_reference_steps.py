@@ -60,7 +60,7 @@ def test_a_step_is_commit_then_write_then_scan(family: Family, dtype: torch.dtyp
         prepared = (None, None)
     elif committed == "accepted path":
         prepared = (AcceptedPath.of(path, lengths, 4), None)
-    y = new.step(ours, *prepared, first=first, topology=Topology.of(new.parents, 4, jumps=True))
+    y = new.step(ours, *prepared, first=first, topology=Topology.of(new.parents, 4))
     assert torch.equal(y, by_parts(other, theirs, *prepared, first))
     pairs = [*zip(new.states, other.states, strict=True), *((ours[name], theirs[name]) for name in ours)]
     assert all(torch.equal(mine.nan_to_num(9), theirs.nan_to_num(9)) for mine, theirs in pairs)
@@ -81,4 +81,4 @@ def test_no_step_reads_the_device(family: Family, first: int) -> None:
     with NoHostReads():
         problem.step(stash, path, lengths, first, topology=Topology.of(problem.parents))
         accepted = AcceptedPath.of(path, lengths, 4)
-        problem.step(stash, accepted, None, first, topology=Topology.of(problem.parents, 4, jumps=True))
+        problem.step(stash, accepted, None, first, topology=Topology.of(problem.parents, 4))
