@@ -199,7 +199,7 @@ def gated_delta_commit(
 
 
 @operation(
-    "delta_rule.kernel", "hk divides hv", "n <= N",
+    "delta_rule.kernel", "hk divides hv", "n <= N", cpu="delta_rule.cpu",
     state="b hv dk dv: wide v", stash_k="b N hk dk", stash_u="b N hv dv", stash_g="b N hv | b N hv dk",
     q="b n-first hk dk", k="b n-first hk dk", v="b n-first hv dv", g="b n-first hv | b n-first hv dk",
     beta="b n-first hv", previous=("b F hk dk", "b F hv dv", "b F hv | b F hv dk"),

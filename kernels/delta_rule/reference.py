@@ -8,7 +8,7 @@ from stree.kernels.dispatch import Operands
 from stree.kernels.reference import matrix_commit, matrix_tree, nodes_first
 from stree.kernels.topology import AcceptedPath
 
-__all__ = ["gated_delta_commit", "gated_delta_step", "gated_delta_tree_scan"]
+__all__ = ["commit_stashed", "gated_delta_commit", "gated_delta_step", "gated_delta_tree_scan"]
 
 
 def gated_delta_tree_scan(a: Operands) -> tuple[Tensor, Tensor]:
@@ -39,12 +39,17 @@ def gated_delta_commit(state: Tensor, k: Tensor, u: Tensor, g: Tensor, accepted:
     matrix_commit(state, key, accepted.take(u).to(state.dtype), accepted.take(g), accepted)
 
 
+def commit_stashed(a: Operands) -> None:
+    """Commit the last path of a step."""
+    k, u, g = a.previous or (a.stash_k, a.stash_u, a.stash_g)
+    gated_delta_commit(a.state, k, u, g, a.accepted)
+
+
 def gated_delta_step(a: Operands) -> Tensor:
     """Commit the last path, stash k and g of the new rows, scan the new tree, stash u."""
     n, first = a.topology.parents.shape[1], a.first
     if a.accepted is not None:
-        old_k, old_u, old_g = a.previous or (a.stash_k, a.stash_u, a.stash_g)
-        gated_delta_commit(a.state, old_k, old_u, old_g, a.accepted)
+        commit_stashed(a)
     a.stash_k[:, first:n].copy_(a.k)
     a.stash_g[:, first:n].copy_(a.g)
     o, u = _scan(a, a.stash_k[:, :n], a.stash_g[:, :n], a.stash_u)

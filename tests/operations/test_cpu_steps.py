@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.operation_families import CONV, SELECTIVE, SSD
+from helpers.operation_families import CONV, DELTA, KDA, SELECTIVE, SSD
 from helpers.operation_problem import Family, Problem, error, mixed_parents, paths_to, random_parents
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,11 +20,18 @@ from stree.kernels import dispatch
 pytestmark = [pytest.mark.skipif(torch.cuda.is_available(), reason="these steps run on the CPU")]
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 5e-6}  # of the oracle's largest value: rounding, and sums of products
-families = pytest.mark.parametrize("family", [SSD, SELECTIVE, CONV], ids=lambda f: f.name)
+families = pytest.mark.parametrize("family", [SSD, DELTA, KDA, SELECTIVE, CONV], ids=lambda f: f.name)
 
 
 def test_auto_means_these_steps_on_a_cpu() -> None:
-    assert {"ssd_commit", "ssd_step", "selective_step", "conv_commit", "conv_step"} <= dispatch.CPU.keys()
+    assert {
+        "ssd_commit",
+        "ssd_step",
+        "gated_delta_step",
+        "selective_step",
+        "conv_commit",
+        "conv_step",
+    } <= dispatch.CPU.keys()
 
 
 @families
