@@ -88,15 +88,24 @@ def token_ids(name: str, tokens: Iterable[int]) -> list[int]:
         raise TypeError(f"{name} must be a list of token ids, integers, got {tokens!r:.80}") from None
 
 
+def check_logits(logits: Tensor, sampling: AnySampling) -> None:
+    """Refuse float[count, vocab] logits after prompts that have no distribution.
+
+    Raises:
+        ValueError: there are such.
+    """
+    if not bool(sampling.has_distribution(logits).all()):
+        kind = "NaN" if bool(logits.isnan().any()) else "infinite"
+        raise ValueError(f"the target's logits are {kind} after the prompt")
+
+
 def first_tokens(logits: Tensor, sampling: AnySampling, rng: Random) -> Tensor:
     """Draw the tokens after prompts, int64[count], from float[count, vocab] logits.
 
     Raises:
         ValueError: logits that have no distribution.
     """
-    if not bool(sampling.has_distribution(logits).all()):
-        kind = "NaN" if bool(logits.isnan().any()) else "infinite"
-        raise ValueError(f"the target's logits are {kind} after the prompt")
+    check_logits(logits, sampling)
     if sampling.is_greedy:
         return logits.argmax(-1)
     offset = torch.zeros(len(logits), dtype=torch.long, device=logits.device)

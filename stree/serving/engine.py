@@ -246,7 +246,7 @@ class Engine(NotCopied):
             return
         handle, request, prefill = self._prefill
         try:
-            is_over = handle.is_cancelled or prefill.run(self._chunk)
+            is_over = handle.is_cancelled or self._batch.read(prefill, self._chunk, request)
         except Exception as error:  # concerns this request alone
             self._prefill = None
             return handle.finish("error", error)

@@ -11,6 +11,7 @@ import torch
 from stree.budget.policy import BudgetPolicy
 from stree.checks import check_counts
 from stree.decode.loop import DecodeLoop
+from stree.decode.prompts import check_logits
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences, Text
 from stree.decode.settings import Settings
@@ -100,6 +101,17 @@ class RunningBatch:
             if self._loop is None or not self._loop.can_select:
                 self._loop = self._started(self._max_batch)
         return self._lm.new_state(1, self._loop.state.max_length, self._loop.state.max_nodes)
+
+    def read(self, prompt: PromptRun, size: int, request: Request) -> bool:
+        """Run at most ``size`` tokens of a prompt; return whether all have run.
+
+        Raises:
+            ValueError: the logits after it have no distribution.
+        """
+        is_over = prompt.run(size)
+        if is_over:
+            check_logits(prompt.logits, request.sampling)
+        return is_over
 
     def add(self, request: Request) -> Text:
         """Return the sequence of a request, which will ``join``."""

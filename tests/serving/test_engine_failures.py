@@ -101,6 +101,19 @@ def test_a_target_that_fails_ends_the_running_requests_alone(monkeypatch: pytest
         assert submit(engine, 0).result(60).sequences[0] == alone(lm, WAYS["none"], 0)
 
 
+def test_a_prompt_that_the_target_answers_with_nan_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = launched()
+    with stree.Engine(lm, NoDrafter(), budget=1, max_batch=2, max_length=96) as engine:
+        running, prefill = submit(engine, 7), lm.prefill
+        next(iter(running))
+        monkeypatch.setattr(lm, "prefill", lambda *args, **options: prefill(*args, **options) * torch.nan)
+        with pytest.raises(stree.GenerationError, match="the target's logits are NaN after the prompt"):
+            submit(engine, 0).result(60)
+        monkeypatch.undo()
+        assert running.result(60).sequences[0] == alone(lm, WAYS["none"], 7)
+        assert submit(engine, 0).result(60).sequences[0] == alone(lm, WAYS["none"], 0)
+
+
 def test_threads_read_while_the_engine_runs(engine: stree.Engine) -> None:
     handle, read = submit(engine, 7), list[list[int]]()
     threads = [threading.Thread(target=lambda: read.append(list(handle))) for _ in range(3)]
