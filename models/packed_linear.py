@@ -262,7 +262,8 @@ def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
 def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
     is_ours = packed.copies or in_tree() or not _onednn_packs(weight.dtype)  # else a plain call, which stays as it was
-    if torch.is_grad_enabled() or x.dtype != weight.dtype or not (is_ours and packed.takes(weight)):
+    fits = x.dtype == weight.dtype and x.shape[-1:] == weight.shape[1:]
+    if torch.is_grad_enabled() or not (fits and is_ours and packed.takes(weight)):
         return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
     if isinstance(x, FakeTensor):  # the call is being traced
         is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])

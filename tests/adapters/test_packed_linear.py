@@ -58,6 +58,16 @@ def test_products_of_any_shape(
         assert layer(x).shape == (*shape[:-1], 35)
 
 
+@pytest.mark.parametrize("width", [24, 96])  # half a row of the weight, and two
+def test_rows_that_are_not_as_wide_as_the_weight_are_refused_by_torch(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_linear, "_mkl_rows", lambda: 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        _packed()(torch.randn(1, width))
+
+
 @pytest.mark.parametrize("rows", [1, 3, 5, 16, 17, 40])
 @pytest.mark.parametrize("bias", [True, False])
 def test_products_in_bfloat16_that_onednn_does_not_pack(rows: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
