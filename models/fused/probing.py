@@ -11,6 +11,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -82,12 +83,15 @@ R = TypeVar("R")
 _results: dict[tuple[Callable[..., Any], Any], Any] = {}
 
 
-def _once(probe: Callable[..., R], key: Any, *args: Any) -> R:
-    """Return ``probe(*args)``, run once for each key: a class or a function."""
+def _once(probe: Callable[..., R], key: Any, *args: Any) -> R | None:
+    """Return ``probe(*args)``, run once for each key: a class or a function; None if a small copy does not run."""
     if (probe, key) not in _results:
-        _results[probe, key] = probe(*args)
-    result: R = _results[probe, key]
-    return result
+        result = None
+        with suppress(Exception):  # as of torch.nn.RMSNorm, which takes rows of its own width alone
+            result = probe(*args)
+        _results[probe, key] = result
+    found: R | None = _results[probe, key]
+    return found
 
 
 def norm_of_rows(module: Any) -> Norm | None:
@@ -104,7 +108,7 @@ def gates_whole_rows(module: Any) -> bool:
     """Return whether a module of rows and gates is `stree.kernels.ops.gated_rms_norm` with its defaults."""
     parameters = dict(module.named_parameters())
     is_norm = parameters.keys() == {"weight"} and parameters["weight"].dim() == 1 and hasattr(module, EPS_NAMES[0])
-    return is_norm and _once(_probe_gated_norm, type(module), module)
+    return is_norm and bool(_once(_probe_gated_norm, type(module), module))
 
 
 def feed_forward_of(module: Any) -> FeedForward | None:

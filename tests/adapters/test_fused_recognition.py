@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import types
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,9 +44,15 @@ class Doubled(LlamaMLP):  # type: ignore[misc]
         return 2 * super().forward(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("kind", [TwiceWeighted, Centred, Widening, nn.LayerNorm, nn.RMSNorm])
-def test_norms_that_compute_something_else_are_not_fused(kind: type) -> None:
-    assert probing.norm_of_rows(kind(8)) is None
+NORMS: tuple[Callable[[int], nn.Module], ...] = (
+    TwiceWeighted, Centred, Widening, nn.LayerNorm, partial(nn.LayerNorm, bias=False), nn.RMSNorm,
+    partial(nn.RMSNorm, eps=1e-6),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("make", NORMS)
+def test_norms_that_compute_something_else_are_not_fused(make: Callable[[int], nn.Module]) -> None:
+    assert probing.norm_of_rows(make(24)) is None
     assert probing.norm_of_rows(LlamaRMSNorm(8)) == probing.Norm("variance_epsilon", 0.0)
 
 
