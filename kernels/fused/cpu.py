@@ -23,7 +23,8 @@ def gated_rms_norm(
     activation: str = "silu",
 ) -> Tensor:  # fmt: skip
     """Normalise rows, group by group, before or after the gate."""
-    opening = F.silu(gate) if activation == "silu" else gate.sigmoid()
+    opening = gate.to(x.dtype)
+    opening = F.silu(opening) if activation == "silu" else opening.sigmoid()
     return _normalised(x, weight, opening, groups, norm_before_gate, eps, 0.0)
 
 
@@ -37,7 +38,7 @@ def _normalised(
 ) -> Tensor:
     """Normalise rows, and multiply them by float[..., c] before or after that."""
     x, y = x.contiguous(), x.new_empty(x.shape)
-    weight, opening = weight.to(x.dtype).contiguous(), None if opening is None else opening.to(x.dtype).contiguous()
+    weight, opening = weight.to(x.dtype).contiguous(), None if opening is None else opening.contiguous()
     sizes = x.numel() // x.shape[-1], groups, x.shape[-1] // groups
     addresses = x.data_ptr(), weight.data_ptr(), 0 if opening is None else opening.data_ptr(), y.data_ptr()
     _normalise(*addresses, sizes, gates_last, eps, offset, ZEROS[x.itemsize])

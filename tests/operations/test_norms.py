@@ -53,6 +53,13 @@ def test_gated_norm_of_strided_rows_equals_its_distribution(
     assert error(y, gated(x, gate, weight, 3, first, sigmoid)) < TOLERANCE[dtype]
 
 
+def test_a_gate_of_another_dtype_is_opened_in_float32_or_wider() -> None:
+    x, gate, weight = draw(2, 5, 36), draw(2, 5, 36, seed=1), draw(36, seed=2)
+    for rows, narrow in ((x, gate.bfloat16()), (x.double(), gate)):
+        y = ops.gated_rms_norm(rows, narrow, weight, eps=EPS)
+        assert error(y, gated(rows, narrow, weight, 1, False, False)) < TOLERANCE[rows.dtype]
+
+
 def test_a_wrong_order_of_norm_and_gate_is_seen() -> None:
     x, gate, weight = draw(2, 5, 36), draw(2, 5, 36, seed=1), draw(36, seed=2)
     y = ops.gated_rms_norm(x, gate, weight, eps=EPS, norm_before_gate=True)
