@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 
 __all__ = [
     "PatchedForward",
@@ -77,8 +78,9 @@ def unpatched_forward(module: Any, before: Callable[..., Any] | None) -> Callabl
 
 
 def is_hooked(module: Any) -> bool:
-    """Return whether a module has forward hooks or forward pre-hooks; a function has none."""
-    return bool(getattr(module, "_forward_hooks", None) or getattr(module, "_forward_pre_hooks", None))
+    """Return whether a module has forward hooks or forward pre-hooks, or all modules have; a function has none."""
+    of_all = _global_forward_hooks or _global_forward_pre_hooks
+    return bool(of_all or getattr(module, "_forward_hooks", None) or getattr(module, "_forward_pre_hooks", None))
 
 
 def has_foreign_forward(module: Any) -> bool:

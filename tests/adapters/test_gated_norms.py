@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.on_device import treat_as_on_device
 from helpers.tiny_family_models import family_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from stree.kernels import dispatch
 from stree.models.fused import fused_layers
@@ -83,9 +83,9 @@ def refuse(*_: Any, **__: Any) -> Tensor:
     raise AssertionError("the module's own forward ran")
 
 
-@pytest.mark.parametrize("change", ["reference", "forward", "hook"])
+@pytest.mark.parametrize("change", ["reference", "forward", "hook", "hook of all modules"])
 def test_the_familys_module_runs_where_there_is_the_reference_only_or_if_it_was_changed(
-    change: str, monkeypatch: pytest.MonkeyPatch
+    change: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(dispatch, "has_own", lambda *_: change != "reference")
     norm = gated_norm_of("bamba", {})
@@ -97,5 +97,9 @@ def test_the_familys_module_runs_where_there_is_the_reference_only_or_if_it_was_
             expected = x + gate
         elif change == "hook":
             norm.register_forward_hook(lambda _, __, y: 2 * y)
+            expected = 2 * expected
+        elif change == "hook of all modules":
+            hook = nn.modules.module.register_module_forward_hook(lambda _, __, y: 2 * y)
+            request.addfinalizer(hook.remove)
             expected = 2 * expected
         assert torch.equal(fused_layers.gated_norm(norm, x, gate), expected)
