@@ -259,8 +259,8 @@ def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat(pieces, -1)
 
 
-def _forward(module: Any, before: Any, packed: PackedWeight, /, x: Tensor) -> Tensor:
-    weight, bias = module.weight, module.bias
+def _forward(module: Any, before: Any, packed: PackedWeight, /, input: Tensor) -> Tensor:
+    x, weight, bias = input, module.weight, module.bias
     is_ours = packed.copies or in_tree() or not _onednn_packs(weight.dtype)  # else a plain call, which stays as it was
     fits = x.dtype == weight.dtype and x.shape[-1:] == weight.shape[1:]
     if torch.is_grad_enabled() or not (fits and is_ours and packed.takes(weight)):

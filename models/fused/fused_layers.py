@@ -155,9 +155,11 @@ def _patch(module: Any, forward: Callable[..., Any], *facts: Any) -> None:
         patch_forward(module, forward, *facts)
 
 
-def _norm_forward(norm: Any, before: Any, facts: probing.Norm, x: Any) -> Any:
+def _norm_forward(norm: Any, before: Any, facts: probing.Norm, /, x: Any = None, **named: Any) -> Any:
     """Add up a lazy residual and normalise its rows in one launch."""
     weight = norm.weight
+    if named:  # x by the name that its class has for it
+        return unpatched_forward(norm, before)(**named)
     if not _runs("rms_norm", x) or weight.device != x.device:
         return unpatched_forward(norm, before)(x)
     if torch.promote_types(weight.dtype, x.dtype) != x.dtype:  # some classes then return a wider dtype
@@ -165,8 +167,12 @@ def _norm_forward(norm: Any, before: Any, facts: probing.Norm, x: Any) -> Any:
     return normalise(x, weight, eps=getattr(norm, facts.eps), offset=facts.offset)
 
 
-def _feed_forward_forward(module: Any, before: Any, names: probing.FeedForward, activation: str, x: Any) -> Any:
+def _feed_forward_forward(
+    module: Any, before: Any, names: probing.FeedForward, activation: str, /, x: Any = None, **named: Any
+) -> Any:
     """Run the projections, and everything between them in one launch."""
+    if named:  # x by the name that its class has for it
+        return unpatched_forward(module, before)(**named)
     if not _runs("gated_activation", x) or is_hooked(getattr(module, names.activation or "", None)):
         return unpatched_forward(module, before)(x)
     gate, up = getattr(module, names.gate)(x), None

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from stree import TokenTree, TreeLM
 from stree.kernels import ops
 from stree.models.fused import fused_layers
+from stree.models.packed_linear import pack_linears
 from stree.models.patching import has_foreign_forward, is_patched
 
 # Operations that a family's trees do not launch: some have no feed-forwards, or attention without positions.
@@ -112,6 +113,18 @@ def test_a_patched_model_runs_unfused_in_every_other_call(family: str, launched:
     with torch.no_grad():
         assert torch.equal(patched(tokens, use_cache=False).logits, model(tokens, use_cache=False).logits)
     assert not launched
+
+
+def test_modules_take_their_argument_by_its_name() -> None:
+    lm = TreeLM(family_model("granitemoehybrid"))
+    lm.new_state(1, 8, 2)
+    pack_linears(lm.model)
+    layer, x = lm.model.model.layers[0], torch.randn(1, 3, 32)
+    named = {layer.input_layernorm: "hidden_states", layer.shared_mlp: "hidden_states", lm.model.lm_head: "input"}
+    for module, name in named.items():
+        assert is_patched(module)
+        with torch.no_grad():
+            assert torch.equal(module(**{name: x}), module(x))
 
 
 @pytest.mark.parametrize("family", ["bamba", "falcon_h1", "mamba2", "qwen3_5_text"])  # without experts near a tie
