@@ -111,7 +111,7 @@ def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 
     It runs in one launch where the device has that and the class is recognised, else the module's forward.
     """
-    facts = _gated_norm_facts(norm, x) if dispatch.has_own("gated_rms_norm", x.device, x.dtype) else None
+    facts = _gated_norm_facts(norm, x) if _runs("gated_rms_norm", x) else None
     if facts is None:
         return norm(x, gate)  # type: ignore[no-any-return]
     return ops.gated_rms_norm(x, gate, norm.weight, eps=norm.variance_epsilon, **facts)

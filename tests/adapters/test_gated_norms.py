@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +24,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1-norm-after-gate": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
 }
 ERROR = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of the largest value; bfloat16 modules round in between
+
+
+@pytest.fixture(autouse=True)
+def scope() -> Iterator[None]:
+    """Score trees with fused layers."""
+    with fused_layers.fused_scope(True):
+        yield
 
 
 def gated_norm_of(family: str, changes: dict[str, Any]) -> Any:
@@ -83,7 +91,7 @@ def refuse(*_: Any, **__: Any) -> Tensor:
     raise AssertionError("the module's own forward ran")
 
 
-@pytest.mark.parametrize("change", ["reference", "forward", "hook", "hook of all modules"])
+@pytest.mark.parametrize("change", ["reference", "forward", "hook", "hook of all modules", "fused_layers"])
 def test_the_familys_module_runs_where_there_is_the_reference_only_or_if_it_was_changed(
     change: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -102,4 +110,5 @@ def test_the_familys_module_runs_where_there_is_the_reference_only_or_if_it_was_
             hook = nn.modules.module.register_module_forward_hook(lambda _, __, y: 2 * y)
             request.addfinalizer(hook.remove)
             expected = 2 * expected
-        assert torch.equal(fused_layers.gated_norm(norm, x, gate), expected)
+        with fused_layers.fused_scope(change != "fused_layers"):
+            assert torch.equal(fused_layers.gated_norm(norm, x, gate), expected)
