@@ -135,13 +135,14 @@ def _gated_norm_facts(norm: Any, like: Tensor) -> dict[str, Any] | None:
     """Return what `ops.gated_rms_norm` takes for a gated norm of rows as wide as others, or None if unrecognised."""
     if has_foreign_forward(norm) or is_hooked(norm):
         return None
+    facts: dict[str, Any] = {}  # of transformers below 5.23
     if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
-        return {"groups": like.shape[-1] // norm.group_size}
-    if hasattr(norm, "n_groups"):  # Falcon-H1
-        return {"groups": norm.n_groups, "norm_before_gate": norm.norm_before_gate}
-    if getattr(norm, "activation", None) in ("silu", "sigmoid"):  # the delta rules
-        return {"norm_before_gate": True, "activation": norm.activation}
-    return {} if probing.gates_whole_rows(norm) else None  # of transformers below 5.23
+        facts = {"groups": like.shape[-1] // norm.group_size}
+    elif hasattr(norm, "n_groups"):  # Falcon-H1
+        facts = {"groups": norm.n_groups, "norm_before_gate": norm.norm_before_gate}
+    elif getattr(norm, "activation", None) in ("silu", "sigmoid"):  # the delta rules
+        facts = {"norm_before_gate": True, "activation": norm.activation}
+    return facts if probing.is_gated_norm(norm, facts) else None
 
 
 def _runs(op: str, like: Any) -> bool:

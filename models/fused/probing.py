@@ -29,7 +29,7 @@ __all__ = [
     "activation_of",
     "experts_of",
     "feed_forward_of",
-    "gates_whole_rows",
+    "is_gated_norm",
     "keeps_rotary_dtype",
     "norm_of_rows",
 ]
@@ -104,11 +104,9 @@ def norm_of_rows(module: Any) -> Norm | None:
     return _once(_probe_norm, kind, module, names[0])
 
 
-def gates_whole_rows(module: Any) -> bool:
-    """Return whether a module of rows and gates is `stree.kernels.ops.gated_rms_norm` with its defaults."""
-    parameters = dict(module.named_parameters())
-    is_norm = parameters.keys() == {"weight"} and parameters["weight"].dim() == 1 and hasattr(module, EPS_NAMES[0])
-    return is_norm and bool(_once(_probe_gated_norm, type(module), module))
+def is_gated_norm(module: Any, options: dict[str, Any]) -> bool:
+    """Return whether a module of rows and gates is `stree.kernels.ops.gated_rms_norm` with these options."""
+    return bool(_once(_probe_gated_norm, (type(module), *options.values()), module, options))
 
 
 def feed_forward_of(module: Any) -> FeedForward | None:
@@ -205,11 +203,14 @@ def _probe_norm(module: Any, eps: str) -> Norm | None:
 
 
 @torch.no_grad()
-def _probe_gated_norm(module: Any) -> bool:
-    """Run a small copy with a large eps and compare it with the reference."""
-    x, gate, weight = _draw(3, 8, seed=0), _draw(3, 8, seed=1), _draw(8, seed=2)
-    small = _small_copy(module, weight=nn.Parameter(weight), **{EPS_NAMES[0]: 0.25})
-    return _is_close(type(module).forward(small, x, gate), reference.gated_rms_norm(x, gate, weight, eps=0.25))
+def _probe_gated_norm(module: Any, options: dict[str, Any]) -> bool:
+    """Run a small copy with a large eps, of groups of four, and compare it with the reference."""
+    width = 4 * options.get("groups", 2)
+    x, gate, weight = _draw(3, width, seed=0), _draw(3, width, seed=1), _draw(width, seed=2)
+    small = _small_copy(module, weight=nn.Parameter(weight), group_size=4, **{EPS_NAMES[0]: 0.25})
+    expected = reference.gated_rms_norm(x, gate, weight, eps=0.25, **options)
+    is_norm = dict(module.named_parameters()).keys() == {"weight"}
+    return is_norm and _is_close(type(module).forward(small, x, gate), expected)
 
 
 def _parts(names: FeedForward) -> set[str]:

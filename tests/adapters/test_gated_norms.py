@@ -91,6 +91,20 @@ def refuse(*_: Any, **__: Any) -> Tensor:
     raise AssertionError("the module's own forward ran")
 
 
+@pytest.mark.parametrize(("family", "changes"), CASES.values(), ids=CASES)
+def test_a_class_that_computes_something_else_runs_as_a_module(family: str, changes: dict[str, Any]) -> None:
+    norm = gated_norm_of(family, changes)
+
+    class Doubled(type(norm)):  # type: ignore[misc]
+        def forward(self, hidden_states: Tensor, gate: Tensor) -> Tensor:
+            return 2 * super().forward(hidden_states, gate)  # type: ignore[no-any-return]
+
+    norm.__class__ = Doubled
+    x, gate = torch.randn(2, 3, norm.weight.shape[0]).unbind()
+    with torch.no_grad():
+        assert torch.equal(fused_layers.gated_norm(norm, x, gate), norm(x, gate))
+
+
 @pytest.mark.parametrize("change", ["reference", "forward", "hook", "hook of all modules", "fused_layers"])
 def test_the_familys_module_runs_where_there_is_the_reference_only_or_if_it_was_changed(
     change: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
