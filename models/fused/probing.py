@@ -1,7 +1,7 @@
 """Recognition of norms, feed-forwards, experts and rotary functions by running a small copy of the module.
 
-A class is recognised by its results, not by its name, so a release may rename classes, and a class that computes
-something else is left unpatched.  Small copies share no memory with the module and run on the CPU, once per class.
+A module is recognised by its results, not by its name, so a release may rename classes, and one that computes
+something else is left unpatched.  Small copies share no memory with the module and run on the CPU.
 """
 
 from __future__ import annotations
@@ -83,15 +83,19 @@ R = TypeVar("R")
 _results: dict[tuple[Callable[..., Any], Any], Any] = {}
 
 
+def _run(probe: Callable[..., R], *args: Any) -> R | None:
+    """Return ``probe(*args)``, or None if a small copy does not run."""
+    with suppress(Exception):  # as of torch.nn.RMSNorm, which takes rows of its own width alone
+        return probe(*args)
+    return None
+
+
 def _once(probe: Callable[..., R], key: Any, *args: Any) -> R | None:
-    """Return ``probe(*args)``, run once for each key: a class or a function; None if a small copy does not run."""
+    """Return what ``_run`` does, once for each key."""
     if (probe, key) not in _results:
-        result = None
-        with suppress(Exception):  # as of torch.nn.RMSNorm, which takes rows of its own width alone
-            result = probe(*args)
-        _results[probe, key] = result
-    found: R | None = _results[probe, key]
-    return found
+        _results[probe, key] = _run(probe, *args)
+    result: R | None = _results[probe, key]
+    return result
 
 
 def norm_of_rows(module: Any) -> Norm | None:
@@ -101,7 +105,7 @@ def norm_of_rows(module: Any) -> Norm | None:
     parameters = dict(module.named_parameters(recurse=True))
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or len(names) != 1 or not _takes_rows(kind):
         return None
-    return _once(_probe_norm, kind, module, names[0])
+    return _run(_probe_norm, module, names[0])
 
 
 def is_gated_norm(module: Any, options: dict[str, Any]) -> bool:
@@ -116,7 +120,7 @@ def feed_forward_of(module: Any) -> FeedForward | None:
     names = next((names for names in FEED_FORWARDS if children == _parts(names)), None)
     if names is None or not _takes_rows(kind) or not _is_free(getattr(module, names.activation or "", None)):
         return None
-    return names if _once(_probe_feed_forward, kind, module, names) else None
+    return names if _run(_probe_feed_forward, module, names) else None
 
 
 def experts_of(module: Any) -> Experts | None:
@@ -128,7 +132,7 @@ def experts_of(module: Any) -> Experts | None:
     if [*inspect.signature(kind.forward).parameters][1:] != ["hidden_states", "top_k_index", "top_k_weights"]:
         return None
     names = Experts(up, up == "gate_up_proj")
-    return names if _once(_probe_experts, kind, module, names) else None
+    return names if _run(_probe_experts, module, names) else None
 
 
 def activation_of(function: Callable[[Tensor], Tensor]) -> str | None:

@@ -56,6 +56,21 @@ def test_norms_that_compute_something_else_are_not_fused(make: Callable[[int], n
     assert probing.norm_of_rows(LlamaRMSNorm(8)) == probing.Norm("variance_epsilon", 0.0)
 
 
+class Scaled(LlamaRMSNorm):  # type: ignore[misc]
+    def __init__(self, width: int, scale: float) -> None:
+        super().__init__(width)
+        self.scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * super().forward(x)  # type: ignore[no-any-return]
+
+
+def test_norms_of_one_class_may_compute_different_things() -> None:
+    norms = nn.Sequential(Scaled(8, 1.0), Scaled(8, 0.5))  # as by depth
+    fused_layers.patch_fused_layers(norms)
+    assert [is_patched(norm) for norm in norms] == [True, False]
+
+
 def test_a_norm_too_wide_for_its_kernel_is_not_fused() -> None:
     norms = [LlamaRMSNorm(width) for width in (MAX_NORM_WIDTH, MAX_NORM_WIDTH + 1)]
     fused_layers.patch_fused_layers(nn.Sequential(*norms))
