@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from stree.kernels.clock import begin_compiling, compiling, end_compiling
 
@@ -25,7 +26,7 @@ with compiling():
     from numba.core.caching import FunctionCache
     from numba.extending import intrinsic, overload
 
-__all__ = ["ZEROS", "array_at", "compiled", "inner", "overload"]
+__all__ = ["ZEROS", "array_at", "array_of", "compiled", "inner", "overload"]
 
 ZEROS = {4: np.float32(0), 8: np.float64(0)}  # by bytes of a number; from them compiled code knows a tensor's dtype
 
@@ -83,6 +84,12 @@ def inner(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator that compiles a function which compiled functions call; ``options`` are those of ``njit``."""
     decorator: Callable[[Callable[..., Any]], Any] = njit(error_model="numpy", **options)
     return decorator
+
+
+def array_of(tensor: Tensor, like: Tensor) -> np.ndarray[Any, Any]:
+    """Return a tensor as an array of the dtype of another: the memory itself where it has that dtype."""
+    array: np.ndarray[Any, Any] = tensor.detach().to(like.dtype).numpy()
+    return array
 
 
 @intrinsic

@@ -13,7 +13,7 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor
 
-from stree.kernels.cpu_jit import compiled
+from stree.kernels.cpu_jit import array_of, compiled
 from stree.kernels.dispatch import Operands
 from stree.kernels.topology import AcceptedPath
 
@@ -29,12 +29,12 @@ def conv_commit(window: Tensor, x: Tensor, accepted: AcceptedPath) -> None:
 
 def conv_step(a: Operands) -> Tensor:
     """Commit the last path, stash the new rows before the convolution, convolve the new tree."""
-    y = a.x.new_empty(a.x.shape)
+    y: Tensor = a.stash.new_empty(a.x.shape)
     if a.accepted is not None:
         conv_commit(a.window, a.stash, a.accepted)
-    bias = None if a.bias is None else a.bias.detach().numpy()
-    rows = a.x.numpy(), a.stash.numpy(), a.window.numpy()
-    _convolve(*rows, a.weight.detach().numpy(), bias, a.topology.parents.numpy(), y.numpy())
+    bias = None if a.bias is None else array_of(a.bias, y)
+    rows = array_of(a.x, y), a.stash.numpy(), a.window.numpy()
+    _convolve(*rows, array_of(a.weight, y), bias, a.topology.parents.numpy(), y.numpy())
     return F.silu(y, inplace=True) if a.activation == "silu" else y
 
 

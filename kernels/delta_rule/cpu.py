@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.cpu_jit import compiled
+from stree.kernels.cpu_jit import array_of, compiled
 from stree.kernels.delta_rule import reference
 from stree.kernels.dispatch import Operands
 
@@ -28,14 +28,15 @@ def gated_delta_step(a: Operands) -> Tensor:
         return reference.gated_delta_step(a)
     if a.accepted is not None:
         reference.commit_stashed(a)
-    probe = torch.stack((a.k, a.q), 1).flatten(1, 2).transpose(1, 2)  # [b, hk, k and q of the rows, dk]
+    k, q = (x.to(a.state.dtype) for x in (a.k, a.q))
+    probe = torch.stack((k, q), 1).flatten(1, 2).transpose(1, 2)  # [b, hk, k and q of the rows, dk]
     seen = torch.matmul(probe.repeat_interleave(a.state.shape[1] // probe.shape[1], 1), a.state)
-    o: Tensor = a.v.new_empty(a.v.shape)
+    o = seen.new_empty(a.v.shape)
     scale = a.k.shape[3] ** -0.5 if a.scale is None else a.scale
-    new = a.q.numpy(), a.k.numpy(), a.v.numpy(), a.g.numpy(), a.beta.numpy(), seen.numpy()
+    new = q.numpy(), k.numpy(), *(array_of(x, o) for x in (a.v, a.g, a.beta)), seen.numpy()
     nodes = a.stash_k.numpy(), a.stash_u.numpy(), a.stash_g.numpy(), a.topology.parents.numpy()
     _solve(*new, *nodes, scale, o.numpy())
-    return o
+    return o.to(a.v.dtype)
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.cpu_jit import compiled
+from stree.kernels.cpu_jit import array_of, compiled
 from stree.kernels.diagonal.reference import stash_rows
 from stree.kernels.dispatch import Operands
 
@@ -26,10 +26,10 @@ Array = np.ndarray[Any, Any]
 def selective_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, dt and B of the new rows, scan the new tree."""
     x, dt, B = stash_rows(a)
-    y: Tensor = a.x.new_empty(a.x.shape)
+    y: Tensor = x.new_empty(a.x.shape)
     decay = torch.exp_(dt[:, :, None] * a.A.t().contiguous())  # [b, n, s, c]: loops over channels are the fastest
-    D = None if a.D is None else a.D.detach().numpy()
-    rows = x.numpy(), dt.numpy(), B.numpy(), a.C.numpy()
+    D = None if a.D is None else array_of(a.D, y)
+    rows = x.numpy(), dt.numpy(), B.numpy(), array_of(a.C, y)
     _scan(decay.numpy(), *rows, a.topology.parents.numpy(), a.state.transpose(1, 2).contiguous().numpy(), D, y.numpy())
     return y
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.cpu_jit import compiled
+from stree.kernels.cpu_jit import array_of, compiled
 from stree.kernels.dispatch import Operands
 from stree.kernels.mamba2.reference import commit_stashed
 from stree.kernels.topology import AcceptedPath
@@ -30,13 +30,14 @@ def ssd_step(a: Operands) -> Tensor:
     if a.accepted is not None:
         commit_stashed(a)
     batch, heads, headdim, dstate = a.state.shape
-    query = a.xbc[..., -a.ngroups * dstate :].unflatten(2, (a.ngroups, dstate)).transpose(1, 2)  # [b, g, rows, s]
+    xbc = a.xbc.to(a.state.dtype)
+    query = xbc[..., -a.ngroups * dstate :].unflatten(2, (a.ngroups, dstate)).transpose(1, 2)  # [b, g, rows, s]
     state = a.state.reshape(batch, a.ngroups, -1, dstate).transpose(2, 3)
     y = torch.matmul(query, state).transpose(1, 2).reshape(batch, -1, heads, headdim)
-    dt_bias, D = (None if x is None else x.detach().numpy() for x in (a.dt_bias, a.D))
-    new = a.xbc.numpy(), a.dt.numpy(), dt_bias, *map(float, a.dt_limit)
+    dt_bias, D = (None if x is None else array_of(x, y) for x in (a.dt_bias, a.D))
+    new = xbc.numpy(), array_of(a.dt, y), dt_bias, *map(float, a.dt_limit)
     nodes = a.stash_xbc.numpy(), a.stash_dt.numpy(), a.topology.parents.numpy()
-    _stash_and_scan(*new, *nodes, a.A.numpy(), D, a.ngroups, dstate, y.numpy())
+    _stash_and_scan(*new, *nodes, array_of(a.A, y), D, a.ngroups, dstate, y.numpy())
     return y
 
 

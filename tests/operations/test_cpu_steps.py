@@ -95,3 +95,19 @@ def test_an_operand_that_is_left_out_is_zero(family: Family, name: str) -> None:
     without = problem.changed(**{name: None})
     steps = [one.step(problem.stash(9), backend="auto") for one in (zero, without)]
     assert error(steps[1], steps[0]) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [(SSD, ("D", "bias")), (DELTA, ("beta", "g")), (SELECTIVE, ("D", "C")), (CONV, ("weight", "bias"))],
+    ids=lambda part: " ".join(part) if isinstance(part, tuple) else part.name,
+)
+def test_operands_of_another_dtype_are_taken_as_by_the_reference(family: Family, names: tuple[str, ...]) -> None:
+    problem = Problem.draw(family, random_parents(9), dtype=torch.float32)
+    narrow = problem.changed(**{name: problem.given[name].bfloat16() for name in names})
+    stash = problem.stash(9)
+    mine, expected = (
+        narrow.step({name: rows.clone() for name, rows in stash.items()}, backend=backend)
+        for backend in ("auto", "reference")
+    )
+    assert error(mine, expected) < TOLERANCE[torch.float32]
