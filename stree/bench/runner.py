@@ -144,8 +144,9 @@ class Runner:
 
     def _measure(self, block: Block, number: int, methods: list[Method]) -> list[Method]:
         """Run all methods on one block, and write their records; return the methods that can go on."""
-        prompts = self._contexts(block)
-        if not self._fits(prompts):
+        earlier = block.key._replace(turn=block.key.turn - 1)
+        is_skipped = earlier in map(key_of, self.directory.find("skipped"))  # a later turn is longer
+        if is_skipped or not self._fits(prompts := self._contexts(block)):
             reason = f"a prompt and {self.settings.max_new_tokens} new tokens exceed {self.pair.target.max_length}"
             self.directory.add([self._record("skipped", PLAIN, block.params, reason=reason)])
             self.say(f"{block.key.suite}: prompts {block.params['prompts']} are left out: {reason}")

@@ -143,6 +143,16 @@ def test_a_second_turn_has_plain_decoding_s_first_answer_in_context(
         assert found["mt_bench", 0, 1, 0.8, "chain:2"] == [wanted]
 
 
+def test_a_conversation_that_is_too_long_from_its_first_turn_on_is_left_out(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    imagined.setattr("stree.models.tree_lm.TreeLM.max_length", 6)
+    imagined.setattr("stree.bench.runner.execute", lambda *_: pytest.fail("a prompt that does not fit was run"))
+    records, said = run(tmp_path / "run", suites[:1])
+    assert [record["params"]["turn"] for record in records if record["metric"] == "skipped"] == [0, 1]
+    assert sum("prompts [0] are left out" in line for line in said) == 2
+
+
 @pytest.mark.slow
 def test_real_batches_keep_every_prompt_and_what_cannot_run_is_reported(tmp_path: Path, suites: list[Suite]) -> None:
     settings = Settings(max_new_tokens=4, temperatures=(0.0,), batch_size=2)
