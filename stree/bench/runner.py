@@ -104,16 +104,18 @@ class Runner:
             if record["provider"] == method.name:
                 return method.with_depth(record["depth"])
         seconds = dict.fromkeys(method.depths, 0.0)
+        prompts = [self._encode(prompt.turns[:1]) for prompt in suite.held_out]
+        held_out = [prompt for prompt in prompts if self._fits([prompt])]
         try:
-            for number, prompt in enumerate((suite.held_out[0], *suite.held_out)):  # the first warms up
-                case = self._case([self._encode(prompt.turns[:1])], temperature)
+            for number, prompt in enumerate((held_out[0], *held_out)):  # the first warms up
+                case = self._case([prompt], temperature)
                 for depth in method.depths:
                     run = execute(self.pair, method.with_depth(depth), case)
                     seconds[depth] += run.seconds if number else 0.0
         except Exception:  # the check reports what is wrong
             return method.with_depth(method.depths[0])
         depth = min(seconds, key=lambda depth: seconds[depth])
-        tokens = self.settings.max_new_tokens * len(suite.held_out)
+        tokens = self.settings.max_new_tokens * len(held_out)
         speeds = {str(depth): tokens / total for depth, total in seconds.items()}
         values = {"depth": depth, "is_held_out": suite.is_held_out, "tokens_per_s_by_depth": speeds}
         self.directory.add([self._record("tuning", method, params, **values)])

@@ -208,3 +208,7 @@ def test_a_chain_is_tuned_once_on_held_out_prompts(
     whole = read_suites({"mine": tmp_path / "code.jsonl"}, None)
     _, said = run(tmp_path / "all", whole, "chain:1-3")
     assert "on the measured prompts: the file has no others" in said[0]
+    seen.clear()
+    imagined.setattr("stree.models.tree_lm.TreeLM.max_length", SETTINGS.max_new_tokens + len(held[0]) - 1)
+    run(tmp_path / "short", [suite], "chain:1-3")
+    assert seen[:6] == [held[1]] * 6 and held[0] not in seen, "a prompt that does not fit is left out"
