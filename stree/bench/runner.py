@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any
 
 from stree.bench.directory import RunDirectory, finished_keys, key_of
@@ -128,8 +129,9 @@ class Runner:
         runnable = []
         params = {"suite": suite.name, "temperature": temperature}
         known = {record["provider"]: record for record in self.directory.find("check", **params)}
-        prompts = [self._encode(prompt.turns[:1]) for prompt in suite.prompts[:NUM_CHECKED]]
-        cases = [self._case([prompt], temperature) for prompt in prompts if self._fits([prompt])]
+        prompts = (self._encode(prompt.turns[:1]) for prompt in suite.prompts)
+        fitting = (self._case([prompt], temperature) for prompt in prompts if self._fits([prompt]))
+        cases = [*islice(fitting, NUM_CHECKED)]
         for method in methods:
             if method.name in known and known[method.name]["status"] != "ok":
                 continue

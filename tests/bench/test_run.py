@@ -153,6 +153,20 @@ def test_a_conversation_that_is_too_long_from_its_first_turn_on_is_left_out(
     assert sum("prompts [0] are left out" in line for line in said) == 2
 
 
+def test_methods_are_checked_on_the_first_prompt_that_fits(tmp_path: Path, imagined: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+
+    def check(pair: Pair, method: Method, cases: Sequence[Case], *_: Any) -> Record:
+        checked.extend(case.prompts[0] for case in cases)
+        return {"status": "ok", "lossless": True}
+
+    (tmp_path / "mine.txt").write_text("import b\n\nx = 1\n\ny = 1\n")
+    imagined.setattr("stree.bench.runner.check_method", check)
+    imagined.setattr("stree.models.tree_lm.TreeLM.max_length", 10)
+    run(tmp_path / "run", read_suites({"mine": tmp_path / "mine.txt"}, None), "plain")
+    assert checked == [tuple(PAIR.tokenizer("x = 1")["input_ids"])]
+
+
 @pytest.mark.slow
 def test_real_batches_keep_every_prompt_and_what_cannot_run_is_reported(tmp_path: Path, suites: list[Suite]) -> None:
     settings = Settings(max_new_tokens=4, temperatures=(0.0,), batch_size=2)
