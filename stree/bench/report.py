@@ -144,11 +144,16 @@ def ratio_table(path: Path, pairs: Sequence[str]) -> str:
         pairs: METHOD/METHOD.
 
     Raises:
-        ValueError: a method that the run does not have, or of which one output is not the target's.
+        ValueError: no such pair, or a method that the run does not have, or of which one output is not the target's.
     """
     records, rows = read(path / "results.jsonl"), []
+    known = {record["provider"] for record in records}
     for pair in pairs:
-        method, _, base = pair.partition("/")
+        # Names may hold slashes, as sequoia:rates=0.6/0.2.
+        splits = [(pair[:at], pair[at + 1 :]) for at, sign in enumerate(pair) if sign == "/"]
+        if not splits:
+            raise ValueError(f"--ratios must be METHOD/METHOD, got {pair!r}")
+        method, base = next((names for names in splits if known.issuperset(names)), splits[-1])
         for row in compare(records, method, base):
             ratios = ratio_text(row["speed"]), ratio_text(row["tau"])
             rows.append([method, base, f"{row['temperature']:g}", str(row["texts"]), *ratios])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import islice
 from typing import Any
 
 from stree.bench.directory import RunDirectory, finished_keys, key_of
@@ -104,16 +105,18 @@ class Runner:
             if record["provider"] == method.name:
                 return method.with_depth(record["depth"])
         seconds = dict.fromkeys(method.depths, 0.0)
+        prompts = [self._encode(prompt.turns[:1]) for prompt in suite.held_out]
+        held_out = [prompt for prompt in prompts if self._fits([prompt])]
         try:
-            for number, prompt in enumerate((suite.held_out[0], *suite.held_out)):  # the first warms up
-                case = self._case([self._encode(prompt.turns[:1])], temperature)
+            for number, prompt in enumerate((held_out[0], *held_out)):  # the first warms up
+                case = self._case([prompt], temperature)
                 for depth in method.depths:
                     run = execute(self.pair, method.with_depth(depth), case)
                     seconds[depth] += run.seconds if number else 0.0
         except Exception:  # the check reports what is wrong
             return method.with_depth(method.depths[0])
         depth = min(seconds, key=lambda depth: seconds[depth])
-        tokens = self.settings.max_new_tokens * len(suite.held_out)
+        tokens = self.settings.max_new_tokens * len(held_out)
         speeds = {str(depth): tokens / total for depth, total in seconds.items()}
         values = {"depth": depth, "is_held_out": suite.is_held_out, "tokens_per_s_by_depth": speeds}
         self.directory.add([self._record("tuning", method, params, **values)])
@@ -126,8 +129,9 @@ class Runner:
         runnable = []
         params = {"suite": suite.name, "temperature": temperature}
         known = {record["provider"]: record for record in self.directory.find("check", **params)}
-        prompts = [self._encode(prompt.turns[:1]) for prompt in suite.prompts[:NUM_CHECKED]]
-        cases = [self._case([prompt], temperature) for prompt in prompts if self._fits([prompt])]
+        prompts = (self._encode(prompt.turns[:1]) for prompt in suite.prompts)
+        fitting = (self._case([prompt], temperature) for prompt in prompts if self._fits([prompt]))
+        cases = [*islice(fitting, NUM_CHECKED)]
         for method in methods:
             if method.name in known and known[method.name]["status"] != "ok":
                 continue
@@ -144,8 +148,9 @@ class Runner:
 
     def _measure(self, block: Block, number: int, methods: list[Method]) -> list[Method]:
         """Run all methods on one block, and write their records; return the methods that can go on."""
-        prompts = self._contexts(block)
-        if not self._fits(prompts):
+        earlier = block.key._replace(turn=block.key.turn - 1)
+        is_skipped = earlier in map(key_of, self.directory.find("skipped"))  # a later turn is longer
+        if is_skipped or not self._fits(prompts := self._contexts(block)):
             reason = f"a prompt and {self.settings.max_new_tokens} new tokens exceed {self.pair.target.max_length}"
             self.directory.add([self._record("skipped", PLAIN, block.params, reason=reason)])
             self.say(f"{block.key.suite}: prompts {block.params['prompts']} are left out: {reason}")

@@ -23,7 +23,7 @@ from stree.request_fields import (
 from stree.rule_fields import RULE_FIELDS, rules_of
 from stree.sampling import Sampling
 
-__all__ = ["Row", "checksum", "read_rows", "request_of"]
+__all__ = ["Row", "checksum", "read_rows", "request_of", "without_nulls"]
 
 PROMPTS = ("prompt", "messages", "body")  # a row has one of them
 LIMITS = ("max_new_tokens", "max_completion_tokens", "max_tokens")
@@ -206,6 +206,22 @@ def _prompt(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": prompt if is_tokens else utf8("prompt", str(prompt))}
 
 
+def without_nulls(value: Any) -> Any:
+    """Return a value of Arrow without nulls in its objects, each of which has every key that another row's has.
+
+    The content of a message is kept, as ``chat_messages`` keeps it.
+    """
+    if isinstance(value, list):
+        return [*map(without_nulls, value)]
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: without_nulls(own)
+        for name, own in value.items()
+        if own is not None or (name == "content" and "role" in value)
+    }
+
+
 def _json_lines(path: Path) -> Iterator[Any]:
     """Read what every line holds; of a line that is not JSON, the error."""
     try:
@@ -246,6 +262,6 @@ def _parquet(path: Path) -> Iterator[Any]:
             if not set(PROMPTS) & set(names):
                 raise ValueError(f"{path} has none of the columns {', '.join(PROMPTS)}; it has {', '.join(names)}")
             for batch in file.iter_batches():
-                yield from batch.to_pylist()
+                yield from map(without_nulls, batch.to_pylist())
     except (ArrowException, OSError) as error:
         raise ValueError(f"cannot read {path} as Parquet: {str(error).strip().splitlines()[0]}") from error

@@ -11,7 +11,7 @@ from collections.abc import Generator as PythonGenerator
 from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from stree.integrations.batch_rows import Row, request_of
+from stree.integrations.batch_rows import Row, request_of, without_nulls
 
 if TYPE_CHECKING:
     from stree.integrations.batch_generate import RowGenerator
@@ -271,10 +271,9 @@ def local_ray(workers: int) -> Iterator[None]:
 def _rows(batch: Any) -> list[dict[str, Any]]:
     """List the rows of an Arrow table or of a dict of arrays."""
     if not isinstance(batch, dict):
-        rows: list[dict[str, Any]] = batch.to_pylist()
-        return rows
+        return [*map(without_nulls, batch.to_pylist())]
     columns = [[_plain(value) for value in column] for column in batch.values()]
-    return [dict(zip(batch, values, strict=True)) for values in zip(*columns, strict=True)]
+    return [without_nulls(dict(zip(batch, values, strict=True))) for values in zip(*columns, strict=True)]
 
 
 def _plain(value: Any) -> Any:

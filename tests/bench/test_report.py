@@ -177,8 +177,18 @@ def test_ratios_of_two_methods_are_over_the_prompts_of_all_suites(capsys: pytest
     for name in ("latex", "csv", "acceptance"):
         assert main(["bench", "report", str(RUN), f"--{name}", "--ratios", "suffix/plain"]) == 2
         assert f"--ratios prints a Markdown table; leave --{name} out" in capsys.readouterr().err
-    assert main(["bench", "report", str(RUN), "--ratios", "suffix/other"]) == 2
-    assert "got other" in capsys.readouterr().err
+    for pair, message in (("suffix/other", "got other"), ("suffix", "--ratios must be METHOD/METHOD, got 'suffix'")):
+        assert main(["bench", "report", str(RUN), "--ratios", pair]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_ratios_take_methods_whose_options_hold_slashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "sequoia:8,rates=0.6/0.2/0.1"
+    for path in RUN.iterdir():
+        (tmp_path / path.name).write_text(path.read_text().replace("suffix", name))
+    assert main(["bench", "report", str(tmp_path), "--ratios", f"{name}/plain", f"plain/{name}", f"{name}/{name}"]) == 0
+    found = [tuple(line.strip("| ").split(" | ")[:2]) for line in capsys.readouterr().out.splitlines()[2:]]
+    assert found[::2] == found[1::2] == [(name, "plain"), ("plain", name), (name, name)]
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,30 @@ def test_a_second_turn_has_plain_decoding_s_first_answer_in_context(
         assert found["mt_bench", 0, 1, 0.8, "chain:2"] == [wanted]
 
 
+def test_a_conversation_that_is_too_long_from_its_first_turn_on_is_left_out(
+    tmp_path: Path, suites: list[Suite], imagined: pytest.MonkeyPatch
+) -> None:
+    imagined.setattr("stree.models.tree_lm.TreeLM.max_length", 6)
+    imagined.setattr("stree.bench.runner.execute", lambda *_: pytest.fail("a prompt that does not fit was run"))
+    records, said = run(tmp_path / "run", suites[:1])
+    assert [record["params"]["turn"] for record in records if record["metric"] == "skipped"] == [0, 1]
+    assert sum("prompts [0] are left out" in line for line in said) == 2
+
+
+def test_methods_are_checked_on_the_first_prompt_that_fits(tmp_path: Path, imagined: pytest.MonkeyPatch) -> None:
+    checked: list[Any] = []
+
+    def check(pair: Pair, method: Method, cases: Sequence[Case], *_: Any) -> Record:
+        checked.extend(case.prompts[0] for case in cases)
+        return {"status": "ok", "lossless": True}
+
+    (tmp_path / "mine.txt").write_text("import b\n\nx = 1\n\ny = 1\n")
+    imagined.setattr("stree.bench.runner.check_method", check)
+    imagined.setattr("stree.models.tree_lm.TreeLM.max_length", 10)
+    run(tmp_path / "run", read_suites({"mine": tmp_path / "mine.txt"}, None), "plain")
+    assert checked == [tuple(PAIR.tokenizer("x = 1")["input_ids"])]
+
+
 @pytest.mark.slow
 def test_real_batches_keep_every_prompt_and_what_cannot_run_is_reported(tmp_path: Path, suites: list[Suite]) -> None:
     settings = Settings(max_new_tokens=4, temperatures=(0.0,), batch_size=2)
@@ -198,3 +222,7 @@ def test_a_chain_is_tuned_once_on_held_out_prompts(
     whole = read_suites({"mine": tmp_path / "code.jsonl"}, None)
     _, said = run(tmp_path / "all", whole, "chain:1-3")
     assert "on the measured prompts: the file has no others" in said[0]
+    seen.clear()
+    imagined.setattr("stree.models.tree_lm.TreeLM.max_length", SETTINGS.max_new_tokens + len(held[0]) - 1)
+    run(tmp_path / "short", [suite], "chain:1-3")
+    assert seen[:6] == [held[1]] * 6 and held[0] not in seen, "a prompt that does not fit is left out"

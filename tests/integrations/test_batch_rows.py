@@ -6,7 +6,9 @@ Run: python -m pytest tests/integrations/test_batch_rows.py
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from helpers.http_served import NEUTRAL, REFUSED
 
 from stree.integrations.batch_folder import open_job
 from stree.integrations.batch_rows import OWN, Row, read_rows, request_of
+from stree.integrations.ray import Generator
 
 CHAT = {"custom_id": "c", "method": "POST", "url": "/v1/chat/completions"}
 TURNS = [{"role": "user", "content": "hi"}]
@@ -177,3 +180,32 @@ def test_parquet_is_read_and_one_that_is_torn_or_without_prompts_is_refused(tmp_
     parquet.write_table(pyarrow.table({"text": ["a"]}), path)
     with pytest.raises(ValueError, match=r"rows\.parquet has none of the columns prompt, messages, body; it has text"):
         read_rows(path)
+
+
+def test_keys_of_other_rows_are_absent_from_the_objects_of_a_row_of_arrow(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def chat(**arguments: Any) -> dict[str, Any]:
+        call = {"function": {"name": "f", "arguments": arguments}}
+        return {"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+    lines: list[dict[str, Any]] = [
+        {"prompt": "a", "guided_json": {"properties": {"n": {"type": "integer"}}}},
+        {"prompt": "b", "guided_json": {"properties": {"m": {"enum": ["x"]}}}},
+        chat(city="Oslo") | {"chat_template_kwargs": {"brief": True}},
+        chat(days=2) | {"chat_template_kwargs": {"style": "warm"}},
+    ]
+    table = pyarrow.Table.from_pylist([dict.fromkeys(OWN) | line for line in lines])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert [row.request for row in read_rows(tmp_path / "a.parquet")] == lines
+    found: list[Any] = []
+
+    def run(requests: list[Any]) -> list[Any]:
+        found[:] = requests
+        return requests
+
+    load: Any = partial(SimpleNamespace, check=list, run=run)
+    for batch in (table, {name: table[name].to_numpy() for name in OWN}):  # as map_batches passes them
+        Generator(load)(batch)
+        assert found == lines
