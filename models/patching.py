@@ -13,6 +13,7 @@ from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_h
 __all__ = [
     "PatchedForward",
     "has_foreign_forward",
+    "has_patch",
     "is_hooked",
     "is_linear",
     "is_patched",
@@ -70,6 +71,14 @@ def is_patched(module: Any) -> bool:
     return isinstance(module.__dict__.get("forward"), PatchedForward) or (
         forward is not None and getattr(forward, "__func__", None) is not type(module).forward
     )
+
+
+def has_patch(module: Any, function: Callable[..., Any]) -> bool:
+    """Return whether a module runs a function by ``patch_forward`` or ``wrap_forward``, maybe inside others."""
+    forward = module.__dict__.get("forward")
+    while isinstance(forward, PatchedForward) and forward.func is not function:
+        forward = forward.args[1]
+    return isinstance(forward, PatchedForward)
 
 
 def unpatched_forward(module: Any, before: Callable[..., Any] | None) -> Callable[..., Any]:

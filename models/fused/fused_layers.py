@@ -9,6 +9,7 @@ hooks, or the call scores no tree.
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from stree.kernels import dispatch, ops
 from stree.kernels.fused.tiles import MAX_NORM_WIDTH
 from stree.models.fused import probing
 from stree.models.fused.lazy_residual import LazyResidual, normalise
-from stree.models.patching import has_foreign_forward, is_hooked, patch_forward, unpatched_forward
+from stree.models.patching import has_foreign_forward, has_patch, is_hooked, patch_forward, unpatched_forward
 
 __all__ = [
     "FUSED", "as_lazy_residual", "deferred_norm", "fused_scope", "gated_norm", "in_fused_scope", "in_tree",
@@ -35,6 +36,7 @@ RENAMING = "transformers.utils.deprecation"  # its wrapper of a forward renames 
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=False)
 in_fused_scope = _is_fused.get  # whether the model runs inside one that fuses
 _may_defer: ContextVar[Callable[[], bool]] = ContextVar("may_defer")
+_patching = threading.Lock()
 
 
 def in_tree() -> bool:
@@ -54,7 +56,15 @@ def fused_scope(is_fused: bool, may_defer: Callable[[], bool] = lambda: True) ->
 
 
 def patch_fused_layers(model: Any) -> None:
-    """Patch the recognised norms, feed-forwards and experts of a model to run fused while a tree is scored."""
+    """Patch the recognised norms, feed-forwards and experts of a model to run fused while a tree is scored.
+
+    What is patched stays: calls of other threads may have wrapped it meanwhile, to record hidden states.
+    """
+    with _patching:
+        _patch_layers(model)
+
+
+def _patch_layers(model: Any) -> None:
     for module in model.modules():
         norm, feed_forward = probing.norm_of_rows(module), probing.feed_forward_of(module)
         if norm is not None and module.weight.shape[0] <= MAX_NORM_WIDTH:
@@ -151,8 +161,8 @@ def _runs(op: str, like: Any) -> bool:
 
 
 def _patch(module: Any, forward: Callable[..., Any], *facts: Any) -> None:
-    """Patch a module's forward, unless another library has replaced it; ``facts`` are arguments of the new one."""
-    if not has_foreign_forward(module):
+    """Patch a module's forward once, unless another library has it; ``facts`` are arguments of the new one."""
+    if not has_foreign_forward(module) and not has_patch(module, forward):
         patch_forward(module, forward, *facts)
 
 
