@@ -28,7 +28,7 @@ with compiling():
 
 __all__ = ["ZEROS", "array_at", "array_of", "compiled", "inner", "overload"]
 
-ZEROS = {4: np.float32(0), 8: np.float64(0)}  # by bytes of a number; from them compiled code knows a tensor's dtype
+ZEROS = {4: np.float32(0), 8: np.float64(0)}  # by bytes of a number: `array_at` takes the dtype from one of them
 
 logger = logging.getLogger("stree")
 

@@ -101,6 +101,10 @@ class _Stored(NamedTuple):
         product = partial(linear, weight=_in_numpy(weight.detach()))
         return cls(weight, weight.data_ptr(), product, *_limits(weight, copies))
 
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether this is the weight, in the same memory."""
+        return self.weight is weight and self.address == weight.data_ptr()
+
 
 class PackedWeight:
     """A linear layer's weight, as it is stored and in oneDNN's layout, packed again when the weight has changed.
@@ -129,15 +133,14 @@ class PackedWeight:
     def takes(self, weight: Tensor) -> bool:
         """Whether a weight is supported."""
         stored = self._stored
-        is_known = stored is not None and stored.weight is weight and stored.address == weight.data_ptr()
-        return is_known or _is_supported(weight)
+        return (stored is not None and stored.is_of(weight)) or _is_supported(weight)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
         y = None
         if host_can_read(x):
             stored = self._stored
-            if stored is None or stored.weight is not weight or stored.address != weight.data_ptr():
+            if stored is None or not stored.is_of(weight):
                 self._stored = stored = _Stored.of(weight, self.copies)
             is_few = 0 < x.numel() <= stored.most_rows * x.shape[-1]
             y = stored.product(x) if is_few and torch.get_num_threads() <= stored.most_threads else None

@@ -53,12 +53,12 @@ def _normalise(
     """Write y, float[rows, groups, width]; no opening where its address is 0."""
     rows, groups, width = sizes
     x, y = array_at(x_address, sizes, zero), array_at(y_address, sizes, zero)
-    weight, number, gates = array_at(weight_address, (groups, width), zero), y.dtype.type, opening_address != 0
+    weight, openings = array_at(weight_address, (groups, width), zero), array_at(opening_address, sizes, zero)
+    number, is_gated = y.dtype.type, opening_address != 0
     for r in range(rows):
         for g in range(groups):
-            source, out, total = x[r, g], y[r, g], zero
-            if gates and not gates_last:
-                opening = array_at(opening_address, sizes, zero)[r, g]
+            source, opening, out, total = x[r, g], openings[r, g], y[r, g], zero
+            if is_gated and not gates_last:
                 for c in range(width):
                     out[c] = source[c] * opening[c]
                 source = out
@@ -67,7 +67,6 @@ def _normalise(
             factor, shift = number(1 / np.sqrt(total / width + eps)), number(offset)
             for c in range(width):
                 out[c] = source[c] * factor * (weight[g, c] + shift)
-            if gates and gates_last:
-                opening = array_at(opening_address, sizes, zero)[r, g]
+            if is_gated and gates_last:
                 for c in range(width):
                     out[c] *= opening[c]
