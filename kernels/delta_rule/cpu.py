@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 
 def gated_delta_step(a: Operands) -> Tensor:
     """Commit the last path, stash k and g of the new rows, scan the new tree, stash u."""
-    if a.g.ndim == 4:
+    if a.g.ndim == 4:  # KDA
         return reference.gated_delta_step(a)
     if a.accepted is not None:
         reference.commit_stashed(a)

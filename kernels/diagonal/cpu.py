@@ -1,7 +1,7 @@
 """Mamba-1 on a CPU: torch computes the decays of all nodes, and numba runs the recurrence from each node's parent.
 
-Time of eager steps over those of the reference, a Mamba of 768 channels, one thread of an AMD processor: 0.92 for one
-node, 0.61 for 16 and 0.53 for 32.  This file is imported with the first tree.
+Time of eager steps over those of the reference, a Mamba of 768 channels, one thread of an AMD processor: 0.96 for one
+node, 0.63 for 16 and 0.55 for 32.  This file is imported with the first tree.
 """
 
 # mypy: disable-error-code="untyped-decorator"
