@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from collections import Counter
@@ -21,7 +22,7 @@ from transformers.models.olmo_hybrid.modeling_olmo_hybrid import OlmoHybridAtten
 from stree.kernels.fused.tiles import MAX_NORM_WIDTH
 from stree.models.fused import fused_layers, probing
 from stree.models.fused.lazy_residual import LazyResidual
-from stree.models.patching import is_patched
+from stree.models.patching import is_patched, unpatched_forward, wrap_forward
 
 
 class TwiceWeighted(LlamaRMSNorm):  # type: ignore[misc]
@@ -69,6 +70,40 @@ def test_norms_of_one_class_may_compute_different_things() -> None:
     norms = nn.Sequential(Scaled(8, 1.0), Scaled(8, 0.5))  # as by depth
     fused_layers.patch_fused_layers(norms)
     assert [is_patched(norm) for norm in norms] == [True, False]
+
+
+def _scaled_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+    return self.scale * super(type(self), self).forward(hidden_states, top_k_index, top_k_weights)
+
+
+def test_feed_forwards_and_experts_of_one_class_may_compute_different_things() -> None:
+    class ScaledMLP(LlamaMLP):  # type: ignore[misc]
+        scale = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scale * super().forward(x)  # type: ignore[no-any-return]
+
+    first, second = (ScaledMLP(family_model("llama").config) for _ in range(2))
+    second.scale = 0.5
+    assert probing.feed_forward_of(first) is not None and probing.feed_forward_of(second) is None
+    (experts,) = (
+        m for m in family_model("qwen3_next").model.layers[0].mlp.modules() if type(m).__name__[-7:] == "Experts"
+    )
+    kind = type("ScaledExperts", (type(experts),), {"forward": _scaled_experts})
+    pair = [copy.deepcopy(experts) for _ in range(2)]
+    for one, scale in zip(pair, (1.0, 0.5), strict=True):
+        one.__class__, one.scale = kind, scale
+    assert [probing.experts_of(one) is None for one in pair] == [False, True]
+
+
+def test_what_wraps_a_patched_norm_stays_when_the_model_is_patched_again() -> None:
+    norm = LlamaRMSNorm(8)
+    fused_layers.patch_fused_layers(nn.Sequential(norm))
+    wrap_forward(norm, lambda module, inner, x: 2 * unpatched_forward(module, inner)(x))
+    x = torch.ones(1, 8)
+    before = norm(x)
+    fused_layers.patch_fused_layers(nn.Sequential(norm))  # as by another thread's first state
+    assert torch.equal(norm(x), before)
 
 
 def test_a_norm_too_wide_for_its_kernel_is_not_fused() -> None:
