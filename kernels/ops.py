@@ -386,7 +386,7 @@ def tree_attention(
 
 
 @operation(
-    "attention.append", "b divides r", bare_path=True,
+    "attention.append", "b divides r", bare_path=True, cpu="attention.cpu",
     k_cache="r hk L d", v_cache="r hk L dv", lengths="b: int32", k="r n hk d", v="r n hk dv",
 )  # fmt: skip
 def kv_commit(
@@ -401,7 +401,7 @@ def kv_commit(
 
 
 @operation(
-    "attention.kernel", "hk divides hq", "n <= N",
+    "attention.kernel", "hk divides hq", "n <= N", cpu="attention.cpu",
     k_cache="b hk L d", v_cache="b hk L dv", lengths="b: int32", stash_k="b N hk d", stash_v="b N hk dv",
     q="b n-first hq d", k="b n-first hk d", v="b n-first hk dv",
 )  # fmt: skip

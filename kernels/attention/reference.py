@@ -10,7 +10,7 @@ from stree.kernels.reference import accumulator, nodes_first
 from stree.kernels.topology import AcceptedPath, Topology
 from stree.kernels.tree_indices import take_rows
 
-__all__ = ["attention_step", "kv_commit", "tree_attention"]
+__all__ = ["attention_step", "hidden_context", "kv_commit", "tree_attention"]
 
 
 def tree_attention(a: Operands) -> Tensor:
@@ -29,7 +29,8 @@ def _attend(a: Operands, k: Tensor, v: Tensor) -> Tensor:
     if a.softcap is not None:
         scores = [part.div_(a.softcap).tanh_().mul_(a.softcap) for part in scores]
     # Context and tree stay two tensors: inductor does not vectorise code that reads from joined ones.
-    for part, hidden in zip(scores, _hidden_keys(a.topology, a.lengths, context, a.window, a.first), strict=True):
+    outside = hidden_context(a.topology, a.lengths, context, a.window, a.first)
+    for part, hidden in zip(scores, (outside, _hidden_nodes(a.topology, a.window, a.first)), strict=True):
         part.view(batch, heads, rows, -1).masked_fill_(hidden[:, None], -torch.inf)
     past, tree = scores
     top = tree.amax(3, keepdim=True)
@@ -41,24 +42,25 @@ def _attend(a: Operands, k: Tensor, v: Tensor) -> Tensor:
     return nodes_first(out.view(batch, heads, rows, -1), a.q.dtype)
 
 
-def _hidden_keys(
-    topology: Topology, lengths: Tensor, context: int, window: int | None, first: int
-) -> tuple[Tensor, Tensor]:
-    """Mark what each node may not attend to.
+def hidden_context(topology: Topology, lengths: Tensor, context: int, window: int | None, first: int) -> Tensor:
+    """Mark the cache rows that each node may not attend to.
 
     Returns:
-        cache rows: bool[b, n - first, context], or bool[b, 1, context] without a window.
-        nodes: bool[b, n - first, n].
+        bool[b, n - first, context], or bool[b, 1, context] without a window.
     """
-    depths = topology.depths
     row = torch.arange(context, device=lengths.device)
     outside = (row >= lengths[:, None])[:, None]
-    tree = topology.hidden[:, first:]
     if window is not None:
-        depth = depths[:, first:, None]
-        outside = outside | (lengths[:, None, None] + depth - row >= window)
-        tree = tree | (depth - depths[:, None] >= window)
-    return outside, tree
+        outside = outside | (lengths[:, None, None] + topology.depths[:, first:, None] - row >= window)
+    return outside
+
+
+def _hidden_nodes(topology: Topology, window: int | None, first: int) -> Tensor:
+    """Mark the nodes that each node may not attend to: bool[b, n - first, n]."""
+    hidden = topology.hidden[:, first:]
+    if window is not None:
+        hidden = hidden | (topology.depths[:, first:, None] - topology.depths[:, None] >= window)
+    return hidden
 
 
 def kv_commit(a: Operands) -> None:
