@@ -1,8 +1,8 @@
 """Tree attention on a CPU: torch's attention reads the context, and numba adds the ancestors of every node.
 
-The two parts meet by their logarithms of summed exponentials, as the parts of a context do in `kernel.py`.  Steps of the
-bundled pair take 0.94 of the time for one node and 0.97 for 8 to 32 (AMD EPYC, one thread).  This file is imported with
-the first tree.
+The two parts meet by their logarithms of summed exponentials, as the parts of a context do in `kernel.py`.  Steps of
+the bundled pair take 0.94 of the time for one node and 0.97 for 8 to 32 (AMD EPYC, one thread).  This file is imported
+with the first tree.
 """
 
 # mypy: disable-error-code="untyped-decorator"

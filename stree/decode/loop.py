@@ -61,8 +61,7 @@ class DecodeLoop:
         self.lm, self.drafter, self.verifier = settings.lm, settings.drafter, settings.verifier
         self.batch, self.sequences, self.step_cache = batch, sequences, step_cache
         self.on_step: Callable[[StepResult, list[Text], list[int]], None] | None = None
-        self.stats = Statistics()
-        self.reported: dict[str, Any] = {}
+        self.stats, self.reported = Statistics(), dict[str, Any]()
         self.is_started = self._has_warned = False
         self._step: DecodeStep
         self._device = self.lm.device  # read once: it is looked up through the model's modules
@@ -222,28 +221,28 @@ class DecodeLoop:
         The host may have ended a text, by a stop string, after this step was launched for it: that is no step of it.
         """
         result, texts, self._replays, policy = self._launched.popleft()
-        try:
-            rows, committed = result.emitted()
-        except Exception:
-            self._launched.clear()  # they go on from what cannot be used
-            raise
+        rows, committed, problems = result.emitted()
+        for row, problem in problems.items():
+            if not self.batch.ends_rows:
+                self._launched.clear()  # they go on from what cannot be used
+                raise problem
+            texts[row].fail(problem)
+            self._step.set_finished(row)
         seconds = result.timer.seconds()
         counted = [0 if text.reason is not None else count for text, count in zip(texts, committed, strict=True)]
         self.stats.record(result, counted, seconds)
-        logprobs = None if result.logprobs is None else result.logprobs.tolist()
         if self.on_step is not None:
             self.on_step(result, texts, counted)
         for row, (text, tokens) in enumerate(zip(texts, rows, strict=True)):
             text.record(result, row, counted[row], seconds)
-            own = None if logprobs is None else logprobs[row]
-            logits = None if result.logits is None else result.logits[row]
-            if text.append(tokens, logits, own):
+            logprobs = None if result.logprobs is None else result.logprobs[row].tolist()
+            if text.append(tokens, None if result.logits is None else result.logits[row], logprobs):
                 self._step.set_finished(row)
         self._count_time()
-        problem = None if self._has_warned else self.stats.unfit_drafter(self._step.hidden_layers)
-        if problem is not None:
+        warning = None if self._has_warned else self.stats.unfit_drafter(self._step.hidden_layers)
+        if warning is not None:
             self._has_warned = True
-            logger.warning(problem)
+            logger.warning(warning)
         step_s = self.lm.agreed(sum(seconds.values()))
         if policy is not None:
             policy.observe([count for count in committed if count], step_s if result.is_steady else None)
@@ -269,7 +268,7 @@ class DecodeLoop:
             "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,
             "max_length": self.max_length(policy), "most_stops": self.batch.most_stops,
             "processor": self.batch.processor, "keeps_probs": self.batch.keeps_probs,
-            "limits_nodes": self.batch.limits_nodes,
+            "limits_nodes": self.batch.limits_nodes, "ends_rows": self.batch.ends_rows,
         }  # fmt: skip
         capture = Capture() if self.step_cache is None else self.step_cache.capture()
         return DecodeStep(self.lm, state, capture=capture, **options)

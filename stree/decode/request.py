@@ -209,6 +209,7 @@ class Batch:
         limits_nodes: whether requests may have budgets of their own.
         keeps_probs: whether the probabilities of the accepted paths are computed.
         keeps_logprobs: whether log probabilities of tokens are.
+        ends_rows: whether logits that define no distribution end the text of their row alone, not all.
     """
 
     requests: Iterator[Request]
@@ -226,6 +227,7 @@ class Batch:
     limits_nodes: bool = False
     keeps_probs: bool = False
     keeps_logprobs: bool = False
+    ends_rows: bool = False
 
     @property
     def is_greedy(self) -> bool:

@@ -91,12 +91,18 @@ class Text:
         if request.streamer is not None and tokens:
             request.streamer.put(torch.tensor(tokens))
         if self.error is not None:
-            self.end(f"error: {self.error}")
+            self.fail(self.error)
         elif is_stopped or tokens[-1] in request.stop_token_ids:
             self.end("stop")
         elif len(self.new) >= request.max_new_tokens:
             self.end("length")
         return self.reason is not None
+
+    def fail(self, error: Exception) -> None:
+        """End the text by an error, unless it has ended."""
+        if self.reason is None:
+            self.error = error
+            self.end(f"error: {error}")
 
     def end(self, reason: str) -> None:
         """End the text."""

@@ -27,12 +27,12 @@ from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
 from stree.drafters.base import proposed, selected, started
 from stree.drafters.merge import keep_first
 from stree.growth import Growth
-from stree.kernels.step.texts import Seen, Texts, emit, unchecked_maxima
+from stree.kernels.step.texts import Seen, Texts, emit
 from stree.models.prefix_cache import PromptRun
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Random
-from stree.verify import Verifier, accept
+from stree.verify import Verifier, accept, without_unusable
 
 __all__ = ["DecodeStep"]
 
@@ -55,6 +55,7 @@ class DecodeStep:
         keeps_probs: whether the probabilities of the accepted paths are computed.
         capture: launches the device work; None: operation by operation.
         limits_nodes: whether requests may have budgets of their own.
+        ends_rows: whether logits that define no distribution are reported row by row, also where the host reads them.
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.
@@ -72,11 +73,11 @@ class DecodeStep:
     def __init__(
         self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str | Verifier, max_length: int,
         most_stops: int = 0, processor: NodeProcessor | None = None, keeps_probs: bool = False,
-        capture: Capture | None = None, limits_nodes: bool = False,
+        capture: Capture | None = None, limits_nodes: bool = False, ends_rows: bool = False,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
         batch, device = len(state.lengths), state.lengths.device
-        self.processing = TreeProcessing(processor, batch, lm.vocab_size, device)
+        self.processing, self._ends_rows = TreeProcessing(processor, batch, lm.vocab_size, device), ends_rows
         self.capture = capture or Capture()
         self.texts = Texts.empty(batch, max_length, most_stops, device, limits_nodes=limits_nodes)
         self.seen = Seen.of(self.texts)
@@ -130,13 +131,14 @@ class DecodeStep:
         timer.lap("draft_s")
         raw, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
         logits = self.processing.target(self.seen, draft.tree, raw)
+        logits, highest = without_unusable(draft.tree, logits, self.sampling, is_refused=not self._ends_rows)
         timer.lap("verify_s")
         acceptance = accept(draft.tree, logits, self.sampling, self.rng, draft.probs, self.verifier, draft.max_depth)
         lengths = acceptance.path_lengths.masked_fill(self.texts.is_finished, 0)
         hidden = None if hidden is None else on_path(hidden, acceptance.path)
         acceptance = replace(acceptance, path_lengths=lengths, hidden=hidden)
         report = emit(
-            draft.tree.tokens, acceptance.path, lengths, acceptance.next_token, self.texts, unchecked_maxima(logits),
+            draft.tree.tokens, acceptance.path, lengths, acceptance.next_token, self.texts, highest,
             may_be_infinite=self.sampling.is_greedy,
         )  # fmt: skip
         timer.lap("accept_s")
@@ -265,8 +267,7 @@ class DecodeStep:
     def first_tokens(self, rows: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
         """Draw the tokens after the prompts of int64[count] rows from float[count, vocab] logits; make them pending.
 
-        Returns:
-            The tokens, and the logits that they were drawn from.
+        They are returned with the logits that they were drawn from.
 
         Raises:
             ValueError: logits that have no distribution.

@@ -139,19 +139,17 @@ class StepResult:
     has_ratios: bool = False
     row_nodes: Any = None
 
-    def emitted(self) -> tuple[list[list[int]], list[int]]:
-        """Synchronise with the report; return each sequence's new tokens, and the nodes that it committed.
+    def emitted(self) -> tuple[list[list[int]], list[int], dict[int, Exception]]:
+        """Synchronise with the report; return each sequence's new tokens, the nodes that it committed, and problems.
 
-        Raises:
-            ValueError: the target's logits are NaN, or +inf where tokens are sampled.
+        Those are of rows where the target's logits are NaN, or +inf where tokens are sampled.
         """
         if self.arrival is not None:
             self.arrival.synchronize()
         rows = self.report.tolist()
-        unusable = [number for number, row in enumerate(rows) if row[-1]]
-        if unusable:
-            raise ValueError(f"the target's logits are NaN, or infinite where tokens are sampled, in rows {unusable}")
-        return [row[: row[-3]] for row in rows], [row[-2] for row in rows]
+        what = "the target's logits are NaN, or infinite where tokens are sampled, in row"
+        problems: dict[int, Exception] = {n: ValueError(f"{what} {n}") for n, row in enumerate(rows) if row[-1]}
+        return [row[: row[-3]] for row in rows], [row[-2] for row in rows], problems
 
 
 @dataclass(frozen=True, slots=True, eq=False)

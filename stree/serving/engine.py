@@ -273,7 +273,7 @@ class Engine(NotCopied):
             handles = [self._handles.pop(sequence.request) for sequence in ended]
         for sequence, handle in zip(ended, handles, strict=True):
             handle.finish("error" if sequence.error else sequence.reason or "error", sequence.error)
-            if handle.prefixes.keeps:
+            if handle.prefixes.keeps and sequence.error is None:
                 self._batch.keep_state(sequence, handle.prefixes)
         self._batch.leave(is_idle=self._prefill is None)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from stree.checks import check_object, integer
 from stree.kernels.checks import checks_values
 from stree.kernels.dispatch import is_known_all
+from stree.kernels.step.texts import unchecked_maxima
 from stree.returned import check_kind, check_returned
 from stree.sampling import AnySampling, Random, Sampling
 from stree.tree import TokenTree
@@ -230,6 +231,34 @@ def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling,
             raise ValueError(
                 f"draft.row must be in [0, {rows}) for {rows} rows of probs, got {found} at (row, node) {nodes}"
             )
+
+
+def without_unusable(
+    tree: TokenTree, target_logits: Tensor, sampling: AnySampling, *, is_refused: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return logits that ``accept`` takes, and the greatest of each node, from which a report says which are unusable.
+
+    Args:
+        tree: n nodes.
+        target_logits: float[batch, n, vocab].
+        sampling: of the target.
+        is_refused: whether ``accept`` is to refuse logits that define no distribution, where the host reads them; if
+            not, their nodes have uniform ones, and NaN for the greatest, as have all nodes below them.
+
+    Returns:
+        logits, float[batch, n, vocab]; and float[batch, n], or None where the host knows that all are usable.
+    """
+    highest = unchecked_maxima(target_logits)
+    if highest is not None or is_refused:
+        return target_logits, highest
+    is_unusable = ~(sampling.has_distribution(target_logits) | tree.is_padding)
+    if not bool(is_unusable.any()):
+        return target_logits, None
+    highest, parents = torch.zeros(is_unusable.shape), tree.parents.clamp(min=0).long()
+    usable_logits = target_logits.masked_fill(is_unusable[..., None], 0)
+    for _ in range(int(tree.depths.max())):
+        is_unusable |= is_unusable.gather(1, parents)
+    return usable_logits, highest.masked_fill_(is_unusable, torch.nan)
 
 
 def _is_known_delta(tree: TokenTree, draft: DraftProbs) -> bool:

@@ -3,6 +3,7 @@
 Run: python -m pytest tests/serving/test_engine_failures.py
 """
 
+import copy
 import os
 import threading
 import warnings
@@ -112,6 +113,23 @@ def test_a_prompt_that_the_target_answers_with_nan_ends_its_request_alone(monkey
         monkeypatch.undo()
         assert running.result(60).sequences[0] == alone(lm, WAYS["none"], 7)
         assert submit(engine, 0).result(60).sequences[0] == alone(lm, WAYS["none"], 0)
+
+
+@pytest.mark.parametrize("way", ["suffix", pytest.param("fused", marks=pytest.mark.slow)])
+def test_logits_of_nan_in_mid_text_end_their_request_alone(way: str) -> None:
+    model, token = copy.deepcopy(tiny_model("bamba")), 20
+    model.get_input_embeddings().weight.data[token] = torch.nan
+    lm, (drafter, settings) = stree.TreeLM(model), WAYS[way]
+    expected = {place: alone(launched(), WAYS[way], place) for place in (2, 7)}
+    assert not any(token in text for text in expected.values())
+    with stree.Engine(lm, drafter, max_batch=3, max_length=96, cache_bytes=1 << 20, **settings) as engine:
+        for _ in range(2):  # the second time in rows that were used
+            running = {place: submit(engine, place) for place in expected}
+            broken = submit(engine, 4, allowed_token_ids=[token])
+            with pytest.raises(stree.GenerationError, match="the target's logits are NaN") as failure:
+                broken.result(60)
+            assert failure.value.output.sequences[0] == [*PROMPTS[4], token]
+            assert {place: handle.result(60).sequences[0] for place, handle in running.items()} == expected
 
 
 def test_threads_read_while_the_engine_runs(engine: stree.Engine) -> None:
