@@ -55,8 +55,8 @@ class OverlappedDrafter(Drafter):
 
     @property
     def models(self) -> Sequence[TreeLM]:
-        """The draft model."""
-        return self._drafter.models
+        """The draft model, once for each of the two states and trees that are in memory."""
+        return [*self._drafter.models] * 2
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
         """Begin a run; the draft model reads the prompts when the first tree is drafted."""
