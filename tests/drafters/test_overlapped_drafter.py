@@ -186,6 +186,14 @@ def test_both_states_and_trees_are_in_the_memory_that_is_checked(
     assert memory.needed_bytes(*checked[0]) > 0.98 * taken.peak
 
 
+class OtherRun(ModelDrafter):
+    """A draft model with a run of another class."""
+
+    def start(self, *given: Any) -> Any:
+        """Begin a run that drafts nothing."""
+        return NoDrafter().start(*given)
+
+
 def test_what_cannot_overlap_is_refused() -> None:
     lm = patched(tiny_model("mamba2"))
     for drafter in (SuffixDrafter(), NoDrafter()):
@@ -193,6 +201,8 @@ def test_what_cannot_overlap_is_refused() -> None:
             stree.generate(lm, PROMPTS, drafter, overlap=True)
     with pytest.raises(ValueError, match="overlap takes no logits_processor"):
         stree.generate(lm, PROMPTS, lm, overlap=True, repetition_penalty=1.2)
+    with pytest.raises(TypeError, match="OtherRun.start must return ModelDrafter's own run, to overlap, got"):
+        stree.generate(lm, PROMPTS, OtherRun(lm), overlap=True)
     assert not issubclass(HeadDrafter, ModelDrafter)
 
 
