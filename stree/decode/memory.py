@@ -105,8 +105,7 @@ def traverses(drafter: Drafter, growth: Growth | None, budget: int, verifier: st
     if growth is None or budget == 1 or verifier not in ("auto", "traversal"):
         return False
     parts = (drafter.first, drafter.second) if isinstance(drafter, FusedDrafter) else (drafter,)
-    has_model = any(isinstance(part, (ModelDrafter, HeadDrafter)) for part in parts)
-    return has_model and growth.plan(budget).drawing != "top"
+    return any(part.models for part in parts) and growth.plan(budget).drawing != "top"
 
 
 def path_nodes(drafter: Drafter, growth: Growth | None, budget: int) -> int:
@@ -179,7 +178,9 @@ def _transient_bytes(models: list[TreeLM], extent: Extent, heads: Sequence[Any] 
     step = max(step, nodes * row_bytes(target, extent.batch) + rereading)
     growing = max((_growing_bytes(model, extent, drafting) for model in drafts), default=0)
     learnt = extent.batch * drafting.model_bytes if drafts else 0
-    return learnt + max([kept + max(drawn + step, growing), *(_prefill_bytes(model, extent) for model in models)])
+    overlaps = len({*map(id, drafts)}) < len(drafts)  # a tree grows while the one before it is verified
+    step = drawn + step + growing if overlaps else max(drawn + step, growing)
+    return learnt + max([kept + step, *(_prefill_bytes(model, extent) for model in models)])
 
 
 def _growing_bytes(lm: TreeLM, extent: Extent, drafting: Drafting) -> int:

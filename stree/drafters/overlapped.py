@@ -18,6 +18,7 @@ from stree.kernels.host_copies import side_stream
 from stree.kernels.step.bookkeeping import path_on_nodes
 from stree.kernels.step.texts import Seen
 from stree.models.tree_lm import TreeLM
+from stree.returned import check_kind
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -55,12 +56,14 @@ class OverlappedDrafter(Drafter):
 
     @property
     def models(self) -> Sequence[TreeLM]:
-        """The draft model."""
-        return self._drafter.models
+        """The draft model, once for each of the two states and trees that are in memory."""
+        return [*self._drafter.models] * 2
 
     def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
         """Begin a run; the draft model reads the prompts when the first tree is drafted."""
-        return _OverlappedRun(self._drafter.start(vocab_size, prompts, rng))
+        run = self._drafter.start(vocab_size, prompts, rng)
+        check_kind(self._drafter, "start", run, ModelRun, "ModelDrafter's own run, to overlap")
+        return _OverlappedRun(run)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

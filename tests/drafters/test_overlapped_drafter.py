@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 from helpers.fast_cases import slow_unless
+from helpers.on_device import PeakMemory
+from helpers.tiny_family_models import family_model
 from helpers.tiny_models import patched, tiny_model
 from torch import Tensor
 
 import stree
 from benchmarks.studies.lossless import ALPHA, COUNTED, PROMPT, VOCAB, exact_probs, models, p_value
+from stree import generation
+from stree.decode import memory
 from stree.drafters import HeadDrafter, ModelDrafter, NoDrafter, SuffixDrafter, overlapped
 from stree.drafters.overlapped import OverlappedDrafter
 from stree.growth import Chain, Growth, Static
+from stree.kernels.dispatch import as_on_device
 from stree.sampling import Random, Sampling
 from stree.testing.enumeration import EXACT, PLAIN, emitted_by, total_variation
 from stree.testing.outcomes import all_outcomes
@@ -166,6 +171,29 @@ def test_all_steps_of_a_text_draft_in_one_stream(monkeypatch: pytest.MonkeyPatch
     assert len(used) == 10 and used == Stream.made * 10
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.8)], ids=["greedy", "sampled"])
+def test_both_states_and_trees_are_in_the_memory_that_is_checked(
+    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Any] = []
+    monkeypatch.setenv("STREE_DEBUG", "")  # under which the logits of a step are kept
+    monkeypatch.setattr(overlapped, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(generation, "check_memory", lambda *given: checked.append(given))
+    target, draft = (stree.TreeLM(family_model("mamba2", torch.float32, seed, vocab_size=20_000)) for seed in (0, 1))
+    options: dict[str, Any] = {"sampling": sampling, "budget": 16, "max_new_tokens": 8, "overlap": True}
+    with as_on_device(triton=False), PeakMemory() as taken:
+        stree.generate(target, [[5, 6, 7]] * 3, ModelDrafter(draft), **options)
+    assert memory.needed_bytes(*checked[0]) > 0.98 * taken.peak
+
+
+class OtherRun(ModelDrafter):
+    """A draft model with a run of another class."""
+
+    def start(self, *given: Any) -> Any:
+        """Begin a run that drafts nothing."""
+        return NoDrafter().start(*given)
+
+
 def test_what_cannot_overlap_is_refused() -> None:
     lm = patched(tiny_model("mamba2"))
     for drafter in (SuffixDrafter(), NoDrafter()):
@@ -173,6 +201,8 @@ def test_what_cannot_overlap_is_refused() -> None:
             stree.generate(lm, PROMPTS, drafter, overlap=True)
     with pytest.raises(ValueError, match="overlap takes no logits_processor"):
         stree.generate(lm, PROMPTS, lm, overlap=True, repetition_penalty=1.2)
+    with pytest.raises(TypeError, match="OtherRun.start must return ModelDrafter's own run, to overlap, got"):
+        stree.generate(lm, PROMPTS, OtherRun(lm), overlap=True)
     assert not issubclass(HeadDrafter, ModelDrafter)
 
 
