@@ -27,7 +27,8 @@ Array = np.ndarray[Any, Any]
 
 def attention_step(a: Operands) -> Tensor:
     """Append the last path's K and V, stash those of the new rows, attend; `lengths` counts the appended rows."""
-    if a.softcap is not None or a.q.shape[3] != a.v.shape[3]:  # which torch's attention does not have
+    is_strided = a.k_cache.stride(3) != 1 or a.v_cache.stride(3) != 1  # within a row
+    if a.softcap is not None or a.q.shape[3] != a.v.shape[3] or is_strided:  # which torch's attention does not have
         return reference.attention_step(a)
     caches, stashed = (a.k_cache.numpy(), a.v_cache.numpy()), (a.stash_k.numpy(), a.stash_v.numpy())
     if a.accepted is not None:
@@ -37,6 +38,7 @@ def attention_step(a: Operands) -> Tensor:
     kv_heads, context = a.k_cache.shape[1:3]
     dtype = a.k_cache.dtype
     query = a.q.to(dtype).transpose(1, 2).reshape(batch, kv_heads, -1, dim)  # heads that share keys are rows
+    query = query.contiguous()
     if context:
         hidden = None
         if a.window is not None or int(a.lengths.min()) < context:
@@ -51,7 +53,7 @@ def attention_step(a: Operands) -> Tensor:
     else:
         past, log_sum = torch.empty_like(query), query.new_full(query.shape[:3], -torch.inf)
     y: Tensor = query.new_empty(a.q.shape)
-    new = (query.contiguous().numpy(), *(x.to(dtype).contiguous().numpy() for x in (a.k, a.v)))
+    new = (query.numpy(), *(x.to(dtype).contiguous().numpy() for x in (a.k, a.v)))
     parts = past.transpose(1, 2).contiguous().numpy(), log_sum.contiguous().numpy()
     window = a.topology.num_nodes if a.window is None else a.window
     _attend(*new, *stashed, a.topology.parents.numpy(), a.scale, window, *parts, y.numpy())

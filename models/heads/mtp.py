@@ -219,8 +219,12 @@ def _renamed(name: str, layout: Layout) -> str:
 
 def _model_of(target: TreeLM, kind: Any, config: Any) -> Any:
     """Make a causal language model without weights but for the target's embedding and output head."""
-    with torch.device("meta"):
-        model = kind(config).requires_grad_(False)
+    try:
+        with torch.device("meta"):
+            model = kind(config).requires_grad_(False)
+    except Exception as error:  # a damaged config raises whatever it meets in transformers
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"transformers makes no MTP layers of this config of {config.model_type}: {reason}") from error
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.set_output_embeddings(target.model.get_output_embeddings())
     model.generation_config = target.model.generation_config

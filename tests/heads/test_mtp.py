@@ -146,6 +146,13 @@ def test_a_checkpoint_without_whole_layers_is_refused(name: str, tmp_path: Path)
         load_mtp(target, tmp_path)
 
 
+def test_layers_of_a_kind_that_the_family_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_and_head("nemotron_h")[0]
+    monkeypatch.setattr(target.model.config, "mtp_layers_block_type", ["*", "E"])
+    with pytest.raises(ValueError, match=r"makes no MTP layers of this config of nemotron_h: KeyError: '\*'"):
+        load_mtp(target)
+
+
 def test_layers_of_other_sizes_and_families_are_refused(tmp_path: Path) -> None:
     save_with_mtp(tmp_path, hidden_size=48)
     with pytest.raises(ValueError, match=r"must have layers.0.input_layernorm.weight \[32\], got \[48\]"):

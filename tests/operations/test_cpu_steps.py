@@ -134,3 +134,10 @@ def test_attention_reads_a_context_that_fills_its_cache(length: int, window: int
     broken = problem.changed(q=problem.given["q"].index_fill(1, torch.tensor(8), torch.nan))
     y = broken.step(broken.stash(9), backend="auto")
     assert bool(y[:, 8].isnan().all()) and error(y[:, :8], problem.outputs()[:, :8]) < TOLERANCE[torch.float64]
+
+
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache"])
+def test_attention_takes_rows_that_are_not_contiguous(name: str) -> None:
+    problem = draw(ATTENTION, random_parents(1))
+    strided = problem.changed(**{name: problem.given[name].transpose(2, 3).contiguous().transpose(2, 3)})
+    assert error(strided.step(strided.stash(1), backend="auto"), problem.outputs()) < TOLERANCE[torch.float64]
