@@ -27,8 +27,9 @@ Array = np.ndarray[Any, Any]
 
 def attention_step(a: Operands) -> Tensor:
     """Append the last path's K and V, stash those of the new rows, attend; `lengths` counts the appended rows."""
-    is_strided = a.k_cache.stride(3) != 1 or a.v_cache.stride(3) != 1  # within a row
-    if a.softcap is not None or a.q.shape[3] != a.v.shape[3] or is_strided:  # which torch's attention does not have
+    dtype, kept = a.k_cache.dtype, (a.k_cache, a.v_cache, a.stash_k, a.stash_v)
+    is_plain = all(tensor.dtype == dtype and tensor.stride(3) == 1 for tensor in kept)
+    if a.softcap is not None or a.q.shape[3] != a.v.shape[3] or not is_plain:  # which torch's attention does not have
         return reference.attention_step(a)
     caches, stashed = (a.k_cache.numpy(), a.v_cache.numpy()), (a.stash_k.numpy(), a.stash_v.numpy())
     if a.accepted is not None:
@@ -36,9 +37,7 @@ def attention_step(a: Operands) -> Tensor:
         _append(*caches, before, *stashed, a.accepted.rows.numpy(), a.accepted.lengths.numpy())
     batch, rows, heads, dim = a.q.shape
     kv_heads, context = a.k_cache.shape[1:3]
-    dtype = a.k_cache.dtype
-    query = a.q.to(dtype).transpose(1, 2).reshape(batch, kv_heads, -1, dim)  # heads that share keys are rows
-    query = query.contiguous()
+    query = a.q.to(dtype).transpose(1, 2).reshape(batch, kv_heads, -1, dim).contiguous()  # heads that share keys: rows
     if context:
         hidden = None
         if a.window is not None or int(a.lengths.min()) < context:
@@ -62,6 +61,8 @@ def attention_step(a: Operands) -> Tensor:
 
 def kv_commit(a: Operands) -> None:
     """Append the accepted rows of K and V to the caches, in place; `lengths` is left to its owner."""
+    if a.v_cache.dtype != a.k_cache.dtype:
+        return reference.kv_commit(a)
     accepted = AcceptedPath.cast(a.path, a.path_lengths)
     caches, path = (a.k_cache.numpy(), a.v_cache.numpy()), (accepted.rows.numpy(), accepted.lengths.numpy())
     nodes = (x.to(a.k_cache.dtype).numpy() for x in (a.k, a.v))

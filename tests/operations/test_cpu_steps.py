@@ -110,11 +110,18 @@ def test_an_operand_that_is_left_out_is_zero(family: Family, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "names"),
-    [(SSD, ("D", "bias")), (DELTA, ("beta", "g")), (SELECTIVE, ("D", "C")), (CONV, ("weight", "bias"))],
+    [
+        (SSD, ("D", "bias")),
+        (DELTA, ("beta", "g")),
+        (SELECTIVE, ("D", "C")),
+        (CONV, ("weight", "bias")),
+        (ATTENTION, ("k", "v")),
+        (ATTENTION, ("v_cache",)),
+    ],
     ids=lambda part: " ".join(part) if isinstance(part, tuple) else part.name,
 )
 def test_operands_of_another_dtype_are_taken_as_by_the_reference(family: Family, names: tuple[str, ...]) -> None:
-    problem = Problem.draw(family, random_parents(9), dtype=torch.float32)
+    problem = draw(family, random_parents(9), dtype=torch.float32)
     narrow = problem.changed(**{name: problem.given[name].bfloat16() for name in names})
     stash = problem.stash(9)
     mine, expected = (
