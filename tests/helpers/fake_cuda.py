@@ -147,9 +147,9 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Devices]:
     def first_tokens(self: DecodeStep, rows: Tensor, logits: Tensor) -> tuple[list[int], Tensor]:
         return [1] * len(rows), logits
 
-    def emitted(self: StepResult) -> tuple[list[list[int]], list[int]]:
+    def emitted(self: StepResult) -> tuple[list[list[int]], list[int], dict[int, Exception]]:
         assert type(self.report) is Tensor and self.report.device.type == "cpu"
-        return [[1]] * len(self.report), [1] * len(self.report)
+        return [[1]] * len(self.report), [1] * len(self.report), {}
 
     call = DecodeStep.__call__
     with monkeypatch.context() as patch, device_guards():
