@@ -32,7 +32,8 @@ from stree.models.prefix_cache import PromptRun
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Random
-from stree.verify import Verifier, accept, without_unusable
+from stree.verify import Verifier, accept
+from stree.verify.acceptance import without_unusable
 
 __all__ = ["DecodeStep"]
 
@@ -54,8 +55,7 @@ class DecodeStep:
         processor: of the logits of target and draft model, or None; it learns which request each row holds.
         keeps_probs: whether the probabilities of the accepted paths are computed.
         capture: launches the device work; None: operation by operation.
-        limits_nodes: whether requests may have budgets of their own.
-        ends_rows: whether logits that define no distribution are reported row by row, also where the host reads them.
+        limits_nodes, ends_rows: see ``Batch``.
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.

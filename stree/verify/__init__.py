@@ -5,7 +5,7 @@ block verification on a chain (``traversal``), and three that are not lossless (
 A rule of your own is a ``Verifier``.  In the docstrings p is the target's distribution and q the draft's.
 """
 
-from stree.verify.acceptance import LONGEST, VERIFIERS, accept, name_of, verifier_of, without_unusable
+from stree.verify.acceptance import LONGEST, VERIFIERS, accept, name_of, verifier_of
 from stree.verify.forced import ForcedLength
 from stree.verify.typical import TypicalAcceptance
 from stree.verify.values import DELTA, INDEPENDENT, SAMPLED, Acceptance, DraftLaws, DraftProbs
@@ -13,5 +13,5 @@ from stree.verify.verifier import Verifier
 
 __all__ = [
     "DELTA", "INDEPENDENT", "LONGEST", "SAMPLED", "VERIFIERS", "Acceptance", "DraftLaws", "DraftProbs",
-    "ForcedLength", "TypicalAcceptance", "Verifier", "accept", "name_of", "verifier_of", "without_unusable",
+    "ForcedLength", "TypicalAcceptance", "Verifier", "accept", "name_of", "verifier_of",
 ]  # fmt: skip
