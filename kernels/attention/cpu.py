@@ -79,8 +79,10 @@ def _append(
         b = layer % sequences
         for t in range(min(path_lengths[b], limit - lengths[b])):
             for h in range(k_cache.shape[1]):
-                k_cache[layer, h, lengths[b] + t] = k[layer, path[b, t], h]
-                v_cache[layer, h, lengths[b] + t] = v[layer, path[b, t], h]
+                for c in range(k_cache.shape[3]):
+                    k_cache[layer, h, lengths[b] + t, c] = k[layer, path[b, t], h, c]
+                for c in range(v_cache.shape[3]):
+                    v_cache[layer, h, lengths[b] + t, c] = v[layer, path[b, t], h, c]
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
@@ -109,7 +111,9 @@ def _attend(
     score = np.empty(n, y.dtype)
     for b in range(batch):
         for i in range(rows):
-            stash_k[b, first + i], stash_v[b, first + i] = k[b, i], v[b, i]
+            for h in range(kv_heads):
+                for c in range(dim):
+                    stash_k[b, first + i, h, c], stash_v[b, first + i, h, c] = k[b, i, h, c], v[b, i, h, c]
         for i in range(rows):
             for h in range(kv_heads):
                 for s in range(shared):
