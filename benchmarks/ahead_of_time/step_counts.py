@@ -53,7 +53,7 @@ class Places:
 def count(nodes: int, depth: int, temperature: float) -> Record:
     """Count one step of a draft model's tree of so many nodes and draft calls."""
     loop: Any = stree.decode.step
-    own = {name: getattr(loop, name) for name in ("accept", "emit", "without_unusable")}
+    own = {name: getattr(loop, name) for name in ("accept", "emit", "mask_invalid_logits")}
     launch = mock.patch.object(InterpretedFunction, "run", lambda *_, **__: None)
     with as_on_a_gpu(), launch:
         target, draft = (stree.TreeLM(tiny_model(family).to("meta")) for family in ("bamba", "mamba2"))
@@ -65,7 +65,7 @@ def count(nodes: int, depth: int, temperature: float) -> Record:
         for owner, name, part in (
             (target, "forward", FORWARDS[1]), (draft, "forward", FORWARDS[0]), (run, "propose", "growth"),
             (target, "verify", "verify"), (loop, "accept", "accept"), (target, "commit", "commit"),
-            (loop, "emit", "emit"), (loop, "without_unusable", "emit"), (run, "observe", "observe"),
+            (loop, "emit", "emit"), (loop, "mask_invalid_logits", "emit"), (run, "observe", "observe"),
         ):  # fmt: skip
             places.within(owner, name, part)
         try:

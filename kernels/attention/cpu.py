@@ -1,6 +1,7 @@
 """Tree attention on a CPU: torch's attention reads the context, and numba adds the ancestors of every node.
 
-The two parts meet by their logarithms of summed exponentials, as the parts of a context do in `kernel.py`.  Steps of
+The two parts are merged by their log-sum-exp, as the parts of a context are in `kernel.py`.  For it the function behind
+torch's scaled_dot_product_attention is called, which is private but alone returns that of the context.  Steps of
 the bundled pair take 0.94 of the time for one node and 0.97 for 8 to 32 (AMD EPYC, one thread).  This file is imported
 with the first tree.
 """
@@ -28,8 +29,8 @@ Array = np.ndarray[Any, Any]
 def attention_step(a: Operands) -> Tensor:
     """Append the last path's K and V, stash those of the new rows, attend; `lengths` counts the appended rows."""
     dtype, kept = a.k_cache.dtype, (a.k_cache, a.v_cache, a.stash_k, a.stash_v)
-    is_plain = all(tensor.dtype == dtype and tensor.stride(3) == 1 for tensor in kept)
-    if a.softcap is not None or a.q.shape[3] != a.v.shape[3] or not is_plain:  # which torch's attention does not have
+    fits = all(tensor.dtype == dtype and tensor.stride(3) == 1 for tensor in kept)  # it takes any stride to be 1
+    if a.softcap is not None or a.q.shape[3] != a.v.shape[3] or not fits:  # what torch's attention does not have
         return reference.attention_step(a)
     caches, stashed = (a.k_cache.numpy(), a.v_cache.numpy()), (a.stash_k.numpy(), a.stash_v.numpy())
     if a.accepted is not None:

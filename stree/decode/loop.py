@@ -223,7 +223,7 @@ class DecodeLoop:
         result, texts, self._replays, policy = self._launched.popleft()
         rows, committed, problems = result.emitted()
         for row, problem in problems.items():
-            if not self.batch.ends_rows:
+            if not self.batch.isolates_nan:
                 self._launched.clear()  # they go on from what cannot be used
                 raise problem
             texts[row].fail(problem)
@@ -268,7 +268,7 @@ class DecodeLoop:
             "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,
             "max_length": self.max_length(policy), "most_stops": self.batch.most_stops,
             "processor": self.batch.processor, "keeps_probs": self.batch.keeps_probs,
-            "limits_nodes": self.batch.limits_nodes, "ends_rows": self.batch.ends_rows,
+            "limits_nodes": self.batch.limits_nodes, "isolates_nan": self.batch.isolates_nan,
         }  # fmt: skip
         capture = Capture() if self.step_cache is None else self.step_cache.capture()
         return DecodeStep(self.lm, state, capture=capture, **options)

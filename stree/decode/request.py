@@ -209,7 +209,7 @@ class Batch:
         limits_nodes: whether requests may have budgets of their own.
         keeps_probs: whether the probabilities of the accepted paths are computed.
         keeps_logprobs: whether log probabilities of tokens are.
-        ends_rows: whether logits that define no distribution end the text of their row alone, not all.
+        isolates_nan: whether NaN in the logits of one request ends that request alone; if not, it is raised.
     """
 
     requests: Iterator[Request]
@@ -227,7 +227,7 @@ class Batch:
     limits_nodes: bool = False
     keeps_probs: bool = False
     keeps_logprobs: bool = False
-    ends_rows: bool = False
+    isolates_nan: bool = False
 
     @property
     def is_greedy(self) -> bool:

@@ -176,11 +176,13 @@ class Sequences:
         for row, sequence in enumerate(self.rows):
             if sequence.reason is not None:
                 continue
-            sequence.error = problems.get(row)
-            is_cancelled = self._cancelled is not None and self._cancelled(sequence.request)
-            if sequence.error is not None or is_cancelled:
-                rows.append(row)
-                sequence.end("cancelled" if sequence.error is None else f"error: {sequence.error}")
+            if row in problems:
+                sequence.fail(problems[row])
+            elif self._cancelled is not None and self._cancelled(sequence.request):
+                sequence.end("cancelled")
+            else:
+                continue
+            rows.append(row)
         return rows
 
     def cancel_all(self) -> None:

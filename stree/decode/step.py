@@ -33,7 +33,7 @@ from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.sampling import BatchSampling, Random
 from stree.verify import Verifier, accept
-from stree.verify.acceptance import without_unusable
+from stree.verify.acceptance import mask_invalid_logits
 
 __all__ = ["DecodeStep"]
 
@@ -55,7 +55,7 @@ class DecodeStep:
         processor: of the logits of target and draft model, or None; it learns which request each row holds.
         keeps_probs: whether the probabilities of the accepted paths are computed.
         capture: launches the device work; None: operation by operation.
-        limits_nodes, ends_rows: see ``Batch``.
+        limits_nodes, isolates_nan: see ``Batch``.
 
     Attributes:
         rng: random numbers, keyed by the seed of each row.
@@ -73,11 +73,11 @@ class DecodeStep:
     def __init__(
         self, lm: TreeLM, state: DecodeState, *, sampling: BatchSampling, verifier: str | Verifier, max_length: int,
         most_stops: int = 0, processor: NodeProcessor | None = None, keeps_probs: bool = False,
-        capture: Capture | None = None, limits_nodes: bool = False, ends_rows: bool = False,
+        capture: Capture | None = None, limits_nodes: bool = False, isolates_nan: bool = False,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
         batch, device = len(state.lengths), state.lengths.device
-        self.processing, self._ends_rows = TreeProcessing(processor, batch, lm.vocab_size, device), ends_rows
+        self.processing, self._isolates_nan = TreeProcessing(processor, batch, lm.vocab_size, device), isolates_nan
         self.capture = capture or Capture()
         self.texts = Texts.empty(batch, max_length, most_stops, device, limits_nodes=limits_nodes)
         self.seen = Seen.of(self.texts)
@@ -131,7 +131,7 @@ class DecodeStep:
         timer.lap("draft_s")
         raw, hidden = self._recorded(self.lm.verify, self.state, draft.tree)
         logits = self.processing.target(self.seen, draft.tree, raw)
-        logits, highest = without_unusable(draft.tree, logits, self.sampling, is_refused=not self._ends_rows)
+        logits, highest = mask_invalid_logits(draft.tree, logits, self.sampling, masks=self._isolates_nan)
         timer.lap("verify_s")
         acceptance = accept(draft.tree, logits, self.sampling, self.rng, draft.probs, self.verifier, draft.max_depth)
         lengths = acceptance.path_lengths.masked_fill(self.texts.is_finished, 0)

@@ -140,9 +140,11 @@ class StepResult:
     row_nodes: Any = None
 
     def emitted(self) -> tuple[list[list[int]], list[int], dict[int, Exception]]:
-        """Synchronise with the report; return each sequence's new tokens, the nodes that it committed, and problems.
+        """Synchronise with the report.
 
-        Those are of rows where the target's logits are NaN, or +inf where tokens are sampled.
+        Returns:
+            Each sequence's new tokens; the nodes that it committed; and an error for each row where the target's logits
+            are NaN, or +inf where tokens are sampled, whose tokens mean nothing.
         """
         if self.arrival is not None:
             self.arrival.synchronize()

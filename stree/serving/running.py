@@ -174,7 +174,7 @@ class RunningBatch:
         batch = Batch(
             iter(()), MIXED, MOST_STOPS, max_batch=rows, max_length=self._max_length, prompt_length=self._max_length,
             refills=True, min_nodes=PREFILL_NODES, limits_nodes=True, rules=ANY_RULES, keeps_logprobs=True,
-            ends_rows=True,
+            isolates_nan=True,
         )  # fmt: skip
         sequences = Sequences(self._is_cancelled, counts_nodes=True)
         return DecodeLoop(self._settings, batch, sequences, self._step_cache)

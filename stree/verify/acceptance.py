@@ -233,32 +233,32 @@ def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling,
             )
 
 
-def without_unusable(
-    tree: TokenTree, target_logits: Tensor, sampling: AnySampling, *, is_refused: bool
+def mask_invalid_logits(
+    tree: TokenTree, target_logits: Tensor, sampling: AnySampling, *, masks: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return logits that ``accept`` takes, and the greatest of each node, from which a report says which are unusable.
+    """Let ``accept`` run on logits of which some are NaN, or +inf where tokens are sampled; say which they are.
 
     Args:
         tree: n nodes.
         target_logits: float[batch, n, vocab].
         sampling: of the target.
-        is_refused: whether ``accept`` is to refuse logits that define no distribution, where the host reads them; if
-            not, their nodes have uniform ones, and NaN for the greatest, as have all nodes below them.
+        masks: whether invalid logits are replaced where the host reads them; if not, ``accept`` refuses them there.
 
     Returns:
-        logits, float[batch, n, vocab]; and float[batch, n], or None where the host knows that all are usable.
+        logits: float[batch, n, vocab], 0 at invalid nodes if they were replaced.
+        highest: float[batch, n], as ``emit`` takes it: the greatest logit of each node; where logits were replaced, NaN
+            at those nodes and all below them, else 0.  None where all are valid, or ``accept`` checks them.
     """
     highest = unchecked_maxima(target_logits)
-    if highest is not None or is_refused:
+    if highest is not None or not masks:
         return target_logits, highest
-    is_unusable = ~(sampling.has_distribution(target_logits) | tree.is_padding)
-    if not bool(is_unusable.any()):
+    is_invalid = ~(sampling.has_distribution(target_logits) | tree.is_padding)
+    if not bool(is_invalid.any()):
         return target_logits, None
-    highest, parents = torch.zeros(is_unusable.shape), tree.parents.clamp(min=0).long()
-    usable_logits = target_logits.masked_fill(is_unusable[..., None], 0)
+    logits, parents = target_logits.masked_fill(is_invalid[..., None], 0), tree.parents.clamp(min=0).long()
     for _ in range(int(tree.depths.max())):
-        is_unusable |= is_unusable.gather(1, parents)
-    return usable_logits, highest.masked_fill_(is_unusable, torch.nan)
+        is_invalid |= is_invalid.gather(1, parents)
+    return logits, torch.zeros(is_invalid.shape).masked_fill_(is_invalid, torch.nan)
 
 
 def _is_known_delta(tree: TokenTree, draft: DraftProbs) -> bool:
