@@ -2,8 +2,8 @@
 
 The two parts are merged by their log-sum-exp, as the parts of a context are in `kernel.py`.  For it the function behind
 torch's scaled_dot_product_attention is called, which is private but alone returns that of the context.  Steps of
-the bundled pair take 0.94 of the time for one node and 0.97 for 8 to 32 (AMD EPYC, one thread).  This file is imported
-with the first tree.
+the bundled pair take 0.94 of the time for one node and 0.97 for 8 to 32 (AMD EPYC, one thread); alone the commit brings
+0.97 for one node and 0.99 for 16, attention 0.96 and 0.98.  This file is imported with the first tree.
 """
 
 # mypy: disable-error-code="untyped-decorator"
