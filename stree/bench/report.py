@@ -116,7 +116,9 @@ def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
         except (LookupError, TypeError, ArithmeticError) as error:
             raise ValueError(f"{path} holds a record that this version cannot read: {error!r}") from error
         if not rows:
-            raise ValueError(f"{path} holds records, but no method has been checked or measured yet")
+            skipped = [record["reason"] for record in records if record["metric"] == "skipped"]
+            cause = f"every prompt was left out: {skipped[0]}" if skipped else "no method has been checked or measured yet"
+            raise ValueError(f"{path} holds records, but {cause}")
         runs.append(LoadedRun(path.resolve().name, config, sessions, rows, pooled))
     names = [run.name for run in runs]
     if len(set(names)) < len(names):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,17 @@ def _fit_rates(arguments: argparse.Namespace) -> int:
     if not prompts:
         raise ValueError(f"no suite has prompts behind the first {arguments.skip}; give another --skip")
     pair = load_pair(arguments)
+    encoded = [pair.encode(turns, chat=arguments.chat) for turns in prompts]
+    most = min((lm.max_length or sys.maxsize for lm in (pair.target, pair.drafter) if lm), default=sys.maxsize)
+    fitting = [tokens for tokens in encoded if len(tokens) + arguments.max_new_tokens <= most]
+    if len(fitting) < len(encoded):
+        left_out = f"a prompt and {arguments.max_new_tokens} new tokens exceed {most}"
+        if not fitting:
+            raise ValueError(f"no prompt fits: {left_out}")
+        print(f"{len(encoded) - len(fitting)} of {len(encoded)} prompts are left out: {left_out}", file=sys.stderr)
     found = fit_rates(
-        pair, [pair.encode(turns, chat=arguments.chat) for turns in prompts], kinds, ranks=arguments.ranks,
-        new_tokens=arguments.max_new_tokens, seed=arguments.seed,
-    )  # fmt: skip
+        pair, fitting, kinds, ranks=arguments.ranks, new_tokens=arguments.max_new_tokens, seed=arguments.seed
+    )
     names = dict(zip(("target", "drafter", "weights"), (*pair.names, pair.weights), strict=True))
     given = {name: getattr(arguments, name) for name in ("skip", "limit", "max_new_tokens", "seed", "chat")}
     suites_of = {suite.name: suite.digest for suite in suites}

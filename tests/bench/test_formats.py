@@ -153,3 +153,7 @@ def test_records_without_rows_are_refused_by_name(records: list[dict[str, Any]],
     (tmp_path / "results.jsonl").write_text(json.dumps(tuning) + "\n")
     with pytest.raises(ValueError, match=f"{tmp_path} holds records, but no method has been checked or measured yet"):
         load_runs([tmp_path])
+    left_out = tuning | {"metric": "skipped", "reason": "a prompt and 64 new tokens exceed 4096"}
+    (tmp_path / "results.jsonl").write_text(json.dumps(left_out) + "\n")
+    with pytest.raises(ValueError, match="but every prompt was left out: a prompt and 64 new tokens exceed 4096"):
+        load_runs([tmp_path])

@@ -14,6 +14,7 @@ from stree.bench.rates import rank_rates
 from stree.cli import main
 from stree.growth import Sequoia
 from stree.growth.sequoia import RATES
+from stree.models.tree_lm import TreeLM
 from stree.sampling import Sampling
 
 Probs = tuple[float, ...]
@@ -69,6 +70,15 @@ def test_a_run_with_fitted_rates_records_them_and_refuses_those_of_others(
     record = json.loads(Path("rates.json").read_text())
     assert record["contexts"] == 16 and {*record["rates"]} == {"0.0", "1.0"}
     assert 0 < record["rates"]["1.0"][0] < 1 and len(record["rates"]["1.0"]) == 6
+    with monkeypatch.context() as patch:
+        patch.setattr(TreeLM, "max_length", 10)
+        with Path("p.jsonl").open("a") as file:
+            file.write(json.dumps({"prompt": "w1 w2"}) + "\n")
+        assert main([*fit, "--limit", "3", "--max-new-tokens", "8", "--out", "some.json"]) == 0
+        assert "2 of 3 prompts are left out: a prompt and 8 new tokens exceed 10" in capsys.readouterr().err
+        assert json.loads(Path("some.json").read_text())["contexts"] == 8
+        assert main([*fit, "--max-new-tokens", "9", "--out", "some.json"]) == 2
+        assert "no prompt fits: a prompt and 9 new tokens exceed 10" in capsys.readouterr().err
     methods = "sequoia:8x3,sequoia:8x3+depth-stop,sequoia:8x3,rates=0.5/0.25"
     run = ["bench", "run", *models, "--suite", "mine=p.jsonl", "--limit", "1", "--max-new-tokens", "4"]
     assert main([*run, "--methods", "sequoia:8", "--out", "default"]) == 0
