@@ -121,7 +121,7 @@ def ssd_step(
 
 
 @operation(
-    "mamba2.kernel", "g divides h", "n <= N",
+    "mamba2.kernel", "g divides h", "n <= N", cpu="mamba2.cpu",
     window="b h*p+2*g*s w-1", stash_conv="b N h*p+2*g*s", weight="h*p+2*g*s w", conv_bias="h*p+2*g*s?",
     state="b h p s: wide xbc", stash_xbc="b N h*p+2*g*s", stash_dt="b N h: wide xbc", xbc="b n-first h*p+2*g*s",
     dt="b n-first h", A="h", dt_bias="h?", headdim="= p", ngroups="= g", D="h?",

@@ -42,7 +42,7 @@ class PatchedModel:
 
     defers_commit: bool | None = None
     fused_layers: bool = True
-    fused_mixers: bool = False
+    fused_mixers: bool | None = None
     _was_released: bool = False
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -176,7 +176,10 @@ class PatchedModel:
         defers_commit = self.defers_commit
         if defers_commit is None:
             defers_commit = has_triton("ssd_step", self.device, self.dtype)
-        fused_mixers = self.fused_mixers and has_triton("mamba2_step", self.device, self.dtype)
+        fused_mixers = self.fused_mixers
+        if fused_mixers is None:
+            fused_mixers = not (defers_commit or has_triton("mamba2_step", self.device, self.dtype))
+        fused_mixers &= has_own("mamba2_step", self.device, self.dtype)
         state = DecodeState(
             self.specs, batch_size, max_length, max_nodes, self.device,
             fixed_shapes=fixed_shapes, defers_commit=defers_commit, fused_mixers=fused_mixers,

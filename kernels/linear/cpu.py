@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stree.kernels.cpu_jit import ZEROS, array_at, compiled, overload
 
-__all__ = ["linear"]
+__all__ = ["linear", "products", "products_of_row"]
 
 Array = np.ndarray[Any, Any]
 
@@ -32,7 +32,7 @@ def linear(x: Tensor, weight: Array) -> Tensor:
     num_out, num_in = weight.shape
     x = x.float().contiguous()
     y, rows = x.new_empty((*x.shape[:-1], num_out)), x.numel() // num_in
-    multiply = _products_of_row if rows == 1 else _products
+    multiply = products_of_row if rows == 1 else products
     multiply(x.data_ptr(), rows, weight, y.data_ptr(), ZEROS[x.itemsize])
     return y
 
@@ -50,7 +50,7 @@ def _compiled_number(stored: Any) -> Any:
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)  # sums in any order; no number is assumed finite
-def _products(x_address: int, rows: int, weight: Array, y_address: int, zero: Any) -> None:
+def products(x_address: int, rows: int, weight: Array, y_address: int, zero: Any) -> None:
     """Multiply four rows by three outputs at a time: twelve sums, three weights and a row fill AVX2's 16 registers.
 
     The three outputs lie a third of the weight apart: the processor then fetches three long runs of memory ahead.
@@ -76,8 +76,8 @@ def _products(x_address: int, rows: int, weight: Array, y_address: int, zero: An
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
-def _products_of_row(x_address: int, rows: int, weight: Array, y_address: int, zero: Any) -> None:
-    """Multiply one row by four outputs at a time; ``_products`` would compute the row four times."""
+def products_of_row(x_address: int, rows: int, weight: Array, y_address: int, zero: Any) -> None:
+    """Multiply one row by four outputs at a time; ``products`` would compute the row four times."""
     x, y = array_at(x_address, (1, weight.shape[1]), zero), array_at(y_address, (1, len(weight)), zero)
     last, quarter = len(weight) - 1, (len(weight) + 3) // 4
     for o0 in range(quarter):

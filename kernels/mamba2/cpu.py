@@ -1,8 +1,8 @@
-"""Mamba-2 on a CPU: one product reads the states, and numba adds what the nodes of each path have written.
+"""Mamba-2 on a CPU, compiled with numba: products read the states, and walks add what the nodes of a path have written.
 
 With it and `conv/cpu.py` eager steps of the bundled pair take 0.92 to 0.95 of the time for one node and 0.84 to 0.87
-for 8 to 32 (AMD EPYC, one thread).  Compiled steps keep the reference, whose loops inductor fuses: as an operator this
-was no faster there.  This file is imported with the first tree.
+for 8 to 32 (AMD EPYC, one thread), and a mixer in one call 0.90 to 0.93 of that.  Compiled steps keep the reference,
+whose loops inductor fuses: as an operator this was no faster there.  This file is imported with the first tree.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -15,30 +15,60 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.cpu_jit import array_of, compiled
+from stree.kernels.conv.cpu import convolve
+from stree.kernels.cpu_jit import ZEROS, array_at, compiled, inner, overload
 from stree.kernels.dispatch import Operands
-from stree.kernels.mamba2.reference import commit_stashed
+from stree.kernels.linear.cpu import products, products_of_row
+from stree.kernels.mamba2 import reference
 from stree.kernels.topology import AcceptedPath
 
-__all__ = ["ssd_commit", "ssd_step"]
+__all__ = ["mamba2_step", "ssd_commit", "ssd_step"]
 
 Array = np.ndarray[Any, Any]
 
 
 def ssd_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, B, C and dt of the new rows, scan the new tree."""
+    return _step(a, []) if _is_plain(a, a.stash_xbc, a.stash_dt) else reference.ssd_step(a)
+
+
+def mamba2_step(a: Operands) -> tuple[Tensor, Tensor | None]:
+    """Convolve, and do what `ssd_step` does; gates are the reference's."""
+    if a.gating is not None or not _is_plain(a, a.window, a.stash_conv, a.stash_xbc, a.stash_dt):
+        return reference.mamba2_step(a)
+    bias = a.state.new_zeros(a.weight.shape[0]) if a.conv_bias is None else a.conv_bias
+    weights = [_plain(t, a.state.dtype) for t in (a.weight, bias)]
+    return _step(a, [a.window, a.stash_conv, *weights], a.weight.shape[1]), None
+
+
+def _is_plain(a: Operands, *others: Tensor) -> bool:
+    """Whether the state and other tensors are contiguous and of one dtype, and no gradient is asked for."""
+    is_plain = all(t.dtype == a.state.dtype and t.is_contiguous() for t in (a.state, *others))
+    return is_plain and not (torch.is_grad_enabled() and a.xbc.requires_grad)
+
+
+def _step(a: Operands, convolution: list[Tensor], width: int = 0) -> Tensor:
+    """Run a step, from the tensors of a convolution of a width, or none."""
     if a.accepted is not None:
-        commit_stashed(a)
-    batch, heads, headdim, dstate = a.state.shape
-    xbc = a.xbc.to(a.state.dtype)
-    query = xbc[..., -a.ngroups * dstate :].unflatten(2, (a.ngroups, dstate)).transpose(1, 2)  # [b, g, rows, s]
-    state = a.state.reshape(batch, a.ngroups, -1, dstate).transpose(2, 3)
-    y = torch.matmul(query, state).transpose(1, 2).reshape(batch, -1, heads, headdim)
-    dt_bias, D = (None if x is None else array_of(x, y) for x in (a.dt_bias, a.D))
-    new = xbc.numpy(), array_of(a.dt, y), dt_bias, *map(float, a.dt_limit)
-    nodes = a.stash_xbc.numpy(), a.stash_dt.numpy(), a.topology.parents.numpy()
-    _stash_and_scan(*new, *nodes, array_of(a.A, y), D, a.ngroups, dstate, y.numpy())
+        reference.commit_stashed(a)
+    dtype, (_, heads, headdim, dstate) = a.state.dtype, a.state.shape
+    new = [
+        t if t.dtype == dtype and t.stride(1) == 1 else t.to(dtype).contiguous()
+        for t in (a.xbc.flatten(0, 1), a.dt.flatten(0, 1))
+    ]
+    y: Tensor = a.state.new_empty((*a.xbc.shape[:2], heads, headdim))
+    weights = [y.new_zeros(heads) if t is None else _plain(t, dtype) for t in (a.A, a.dt_bias, a.D)]
+    tensors = *new, *weights, a.state, a.stash_xbc, a.stash_dt, y, *convolution
+    sizes = heads, headdim, a.ngroups, dstate, a.stash_xbc.shape[1], a.first, width
+    addresses = (*[t.data_ptr() for t in tensors], 0, 0, 0, 0)[:13]
+    strides = new[0].stride(0), new[1].stride(0)
+    _run(addresses, strides, sizes, a.topology.parents.numpy(), *map(float, a.dt_limit), ZEROS[y.itemsize])
     return y
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of a dtype, contiguous."""
+    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
 def ssd_commit(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accepted: AcceptedPath) -> None:
@@ -67,66 +97,132 @@ def _commit(state: Array, x: Array, dt: Array, A: Array, B: Array, path: Array, 
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
-def _stash_and_scan(
-    new_xbc: Array, new_dt: Array, dt_bias: Array | None, lowest: float, highest: float, xbc: Array,
-    dt: Array, parents: Array, A: Array, D: Array | None, groups: int, dstate: int, y: Array,
+def _run(
+    addresses: tuple[int, ...], strides: tuple[int, int], sizes: tuple[int, ...], parents: Array, lowest: float,
+    highest: float, zero: Any,
 ) -> None:  # fmt: skip
-    """Stash new rows, and turn S[-1] C[i] into S[i] C[i] + D x[i] on walks from each of them up to its root.
+    """Convolve new rows along each path, if their convolution has a width, stash them, and scan.
 
     Args:
-        new_xbc: float[b, n - first, h p + 2 g s].
-        new_dt: float[b, n - first, h], before bias, softplus and limit.
-        dt_bias: float[h] or None.
+        addresses: of x, B and C of new rows and their step sizes; A, the step sizes' bias and D; state, stash of x, B
+            and C, stash of step sizes, y; window, stash, weight and bias of the convolution.
+        strides: from one new row to the next.
+        sizes: heads, headdim, groups, dstate, nodes of a stash, first new node, width of the convolution.
+        parents: int32[b, n].
         lowest: limit of the step size.
         highest: the other limit.
-        xbc: float[b, N, h p + 2 g s], x, B and C of N >= n nodes; the new ones are written.
-        dt: float[b, N, h], likewise.
-        parents: int32[b, n].
-        A: float[h].
-        D: float[h] or None.
-        groups: g.
-        dstate: s.
-        y: float[b, n - first, h, p], written.
+        zero: of the dtype.
     """
-    batch, n = parents.shape
-    first = n - new_xbc.shape[1]
-    heads, headdim = y.shape[2:]
-    shared, number = heads // groups, y.dtype.type
-    decay, score = np.empty((n, heads), y.dtype), np.empty(n, y.dtype)
+    at_new, at_new_dt, at_A, at_dt_bias, at_D, at_state, at_xbc, at_dt, at_y = addresses[:9]
+    at_window, at_stash, at_weight, at_bias = addresses[9:]
+    heads, headdim, groups, dstate, count, first, width = sizes
+    (batch, n), inner, shared = parents.shape, heads * headdim, heads // groups * headdim
+    rows, channels = n - first, inner + 2 * groups * dstate
+    new = array_at(at_new, (batch * rows, strides[0]), zero)
+    new_dt = array_at(at_new_dt, (batch * rows, strides[1]), zero)
+    A, dt_bias, D = array_at(at_A, (heads,), zero), array_at(at_dt_bias, (heads,), zero), array_at(at_D, (heads,), zero)
+    state = array_at(at_state, (batch, groups, shared, dstate), zero)
+    xbc, dt = array_at(at_xbc, (batch, count, channels), zero), array_at(at_dt, (batch, count, heads), zero)
+    y = array_at(at_y, (batch, rows, groups, shared), zero)
+    window = array_at(at_window, (batch, channels, width - 1), zero)
+    stash = array_at(at_stash, (batch, count, channels), zero)
+    weight, bias = array_at(at_weight, (channels, width), zero), array_at(at_bias, (channels,), zero)
+    query, read = np.empty((rows, dstate), y.dtype), np.empty((rows, shared), y.dtype)
     for b in range(batch):
         for i in range(first, n):
-            for c in range(xbc.shape[2]):
-                xbc[b, i, c] = new_xbc[b, i - first, c]
-            for h in range(heads):
-                step = new_dt[b, i - first, h] + (number(0) if dt_bias is None else dt_bias[h])
-                step = np.log1p(np.exp(step)) if step <= 20 else step  # softplus, as torch's
-                step = number(lowest) if step < lowest else step
-                dt[b, i, h] = number(highest) if step > highest else step  # what is not a number stays
-        for i in range(n):
-            for h in range(heads):
-                decay[i, h] = np.exp(dt[b, i, h] * A[h])
-        for i in range(first, n):
-            for g in range(groups):
-                j, start = i, heads * headdim + g * dstate
-                query = xbc[b, i, start + groups * dstate :][:dstate]
+            r = b * rows + i - first
+            into = stash[b, i] if width else xbc[b, i]
+            for c in range(channels):
+                into[c] = new[r, c]
+            _step_sizes(new_dt[r], dt_bias, lowest, highest, dt[b, i])
+        if width:
+            mixed = xbc[b, first:n]
+            convolve(stash[b], window[b], weight, bias, parents[b], mixed)
+            for i in range(rows):
+                for c in range(channels):
+                    mixed[i, c] = _silu(mixed[i, c])
+        for g in range(groups):
+            start = inner + (groups + g) * dstate
+            for r in range(rows):
+                for s in range(dstate):
+                    query[r, s] = xbc[b, first + r, start + s]
+            if rows == 1:
+                products_of_row(query.ctypes.data, rows, state[b, g], read.ctypes.data, zero)
+            else:
+                products(query.ctypes.data, rows, state[b, g], read.ctypes.data, zero)
+            for r in range(rows):
+                for c in range(shared):
+                    y[b, r, g, c] = read[r, c]
+        _scan(xbc[b], dt[b], parents[b], A, D, groups, dstate, y[b].reshape(rows, heads, headdim))
+
+
+@inner(fastmath={"reassoc", "contract", "nsz"})
+def _step_sizes(new: Array, bias: Array, lowest: float, highest: float, out: Array) -> None:
+    """Write float[h] step sizes."""
+    number = out.dtype.type
+    for h in range(len(out)):
+        step = new[h] + bias[h]
+        step = np.log1p(np.exp(step)) if step <= 20 else step  # softplus, as torch's
+        step = number(lowest) if step < lowest else step
+        out[h] = number(highest) if step > highest else step  # what is not a number stays
+
+
+@inner(fastmath={"reassoc", "contract", "nsz"})
+def _scan(xbc: Array, dt: Array, parents: Array, A: Array, D: Array, groups: int, dstate: int, y: Array) -> None:
+    """Turn S[-1] C[i] into S[i] C[i] + D x[i] for one sequence's last nodes, as many as y has."""
+    n, (count, heads, headdim) = len(parents), y.shape
+    first, shared, number = n - count, heads // groups, y.dtype.type
+    decay, score = np.empty((n, heads), y.dtype), np.empty(n, y.dtype)
+    for i in range(n):
+        for h in range(heads):
+            decay[i, h] = np.exp(dt[i, h] * A[h])
+    for i in range(first, n):
+        for g in range(groups):
+            j, start = i, heads * headdim + g * dstate
+            query = xbc[i, start + groups * dstate :][:dstate]
+            while j >= 0:
+                key, dot = xbc[j, start : start + dstate], number(0)
+                for s in range(dstate):
+                    dot += query[s] * key[s]
+                score[j], j = dot, parents[j]
+            for h in range(g * shared, (g + 1) * shared):
+                remaining, j = number(1), i
                 while j >= 0:
-                    key, dot = xbc[b, j, start : start + dstate], number(0)
-                    for s in range(dstate):
-                        dot += query[s] * key[s]
-                    score[j], j = dot, parents[b, j]
-                for h in range(g * shared, (g + 1) * shared):
-                    remaining, j = number(1), i
-                    while j >= 0:
-                        remaining, j = remaining * decay[j, h], parents[b, j]
-                    out = y[b, i - first, h]
+                    remaining, j = remaining * decay[j, h], parents[j]
+                out = y[i - first, h]
+                for p in range(headdim):
+                    out[p] *= remaining
+                remaining, j = number(1), i
+                while j >= 0:
+                    factor = remaining * score[j] * dt[j, h]
+                    if j == i:
+                        factor += D[h]
+                    x = xbc[j, h * headdim : (h + 1) * headdim]
                     for p in range(headdim):
-                        out[p] *= remaining
-                    remaining, j = number(1), i
-                    while j >= 0:
-                        factor = remaining * score[j] * dt[b, j, h]
-                        if D is not None and j == i:
-                            factor += D[h]
-                        x = xbc[b, j, h * headdim : (h + 1) * headdim]
-                        for p in range(headdim):
-                            out[p] += factor * x[p]
-                        remaining, j = remaining * decay[j, h], parents[b, j]
+                        out[p] += factor * x[p]
+                    remaining, j = remaining * decay[j, h], parents[j]
+
+
+def _silu(x: Any) -> Any:
+    """Return x / (1 + exp(-x)), in code that vectorises."""
+    raise NotImplementedError
+
+
+@overload(_silu, strict=False)
+def _compiled_silu(x: Any) -> Any:
+    if x.bitwidth == 64:
+        return lambda x: x / (1 + np.exp(-x))
+    return lambda x: x / (np.float32(1) + _exp(-x))
+
+
+@inner()
+def _exp(x: Any) -> Any:
+    """Return exp(x) of float32 to two units in the last place: 2^k exp(r), with the polynomial of Cephes."""
+    x = x if x > np.float32(-87.3) else np.float32(-87.3)  # what is not a number, too
+    x = x if x < np.float32(88.7) else np.float32(88.7)
+    k = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
+    r = x - k * np.float32(0.693359375) + k * np.float32(2.12194440e-4)
+    p = np.float32(1.9875691500e-4)
+    for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+        p = p * r + np.float32(c)
+    return (p * r * r + r + np.float32(1)) * np.int32((np.int32(k) + np.int32(127)) << np.int32(23)).view(np.float32)

@@ -42,6 +42,7 @@ def test_auto_means_these_steps_on_a_cpu() -> None:
         "selective_step",
         "conv_commit",
         "conv_step",
+        "mamba2_step",
     } <= dispatch.CPU.keys()
 
 

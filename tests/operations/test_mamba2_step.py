@@ -1,4 +1,4 @@
-"""A Mamba-2 mixer in one launch, against explicit float64 loops over the nodes of two trees, the path between included.
+"""A Mamba-2 mixer in one launch or call against float64 loops over the nodes of two trees, the path between included.
 
 Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_mamba2_step.py
 """
@@ -8,7 +8,7 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_mamba2_step.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -35,25 +35,30 @@ class Layer:
     dstate: int
     given: dict[str, Tensor]
     parents: tuple[Tensor, Tensor]
+    backend: str = "triton"
 
     @classmethod
-    def draw(cls, dtype: torch.dtype, heads: int = 2, headdim: int = 5, groups: int = 2, dstate: int = 7) -> Layer:
+    def draw(
+        cls, dtype: torch.dtype, heads: int = 2, headdim: int = 5, groups: int = 2, dstate: int = 7,
+        backend: str = "triton",
+    ) -> Layer:  # fmt: skip
         rng = torch.Generator().manual_seed(0)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=rng).to(DEVICE)
 
         inner, parents = heads * headdim, (mixed_parents(13)[::2], mixed_parents(11, 2)[::2])
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         channels, batch = inner + 2 * groups * dstate, len(parents[0])
         given = {
-            "window": normal(batch, channels, 3).to(dtype), "state": normal(batch, heads, headdim, dstate),
+            "window": normal(batch, channels, 3).to(dtype), "state": normal(batch, heads, headdim, dstate).to(wide),
             "weight": normal(channels, 4).to(dtype), "conv_bias": normal(channels).to(dtype),
             "A": -normal(heads).abs() * 2, "bias": normal(heads) - 1, "D": normal(heads),
             "norm": normal(inner).to(dtype),
         }  # fmt: skip
         for tree, nodes in enumerate((13, 11)):
             given[f"rows{tree}"] = normal(batch, nodes, inner + channels + heads).to(dtype)
-        return cls(heads, headdim, groups, dstate, given, (parents[0].to(DEVICE), parents[1].to(DEVICE)))
+        return cls(heads, headdim, groups, dstate, given, (parents[0].to(DEVICE), parents[1].to(DEVICE)), backend)
 
     @property
     def sizes(self) -> list[int]:
@@ -73,7 +78,7 @@ class Layer:
             i["window"], stashes[0], i["weight"], i["conv_bias"], i["state"], *stashes[1:], *path, xbc, dt, i["A"],
             i["bias"], options.pop("parents", self.parents[tree])[:, :n].contiguous(), headdim=self.headdim,
             ngroups=self.groups, D=i["D"], dt_limit=LIMIT, first=first, gating=(gate, i["norm"]) if is_gated else None,
-            backend="triton", **options,
+            backend=self.backend, **options,
         )  # fmt: skip
 
     def expected(self, row: int, is_gated: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,32 +110,36 @@ TILES = {"headdim": 70, "groups": 1, "dstate": 36}  # several of them
 
 
 @pytest.mark.parametrize(
-    ("dtype", "is_gated", "sizes"),
+    ("backend", "dtype", "is_gated", "sizes"),
     slow_unless(
-        lambda dtype, _, sizes: dtype == torch.float32 and not sizes,
-        [(torch.float32, True, {}), (torch.bfloat16, False, {}), (torch.float32, True, TILES)],
-        in_ci=lambda _, __, sizes: not sizes,
+        lambda backend, dtype, _, sizes: backend == "auto" or (dtype == torch.float32 and not sizes),
+        [
+            ("triton", torch.float32, True, {}), ("triton", torch.bfloat16, False, {}),
+            ("triton", torch.float32, True, TILES), ("auto", torch.float64, False, {}),
+            ("auto", torch.float32, False, TILES), ("auto", torch.float32, True, {}),
+        ],
+        in_ci=lambda _, __, ___, sizes: not sizes,
     ),
     ids=str,
-)
-def test_a_mixer_in_one_launch_equals_loops_over_nodes(
-    dtype: torch.dtype, is_gated: bool, sizes: dict[str, int]
+)  # fmt: skip
+def test_a_mixer_in_one_call_equals_loops_over_nodes(
+    backend: str, dtype: torch.dtype, is_gated: bool, sizes: dict[str, int]
 ) -> None:
-    layer = Layer.draw(dtype, **sizes)
+    layer, tolerance = Layer.draw(dtype, backend=backend, **sizes), TOLERANCE.get(dtype, 1e-12)
     i, stashes, path = layer.given, layer.stashes(), paths_to(layer.parents[0], ENDS)
     y, squares, state = map(torch.stack, zip(*(layer.expected(row, is_gated) for row in range(2)), strict=True))
     layer.step(0, stashes, (None, None), 0, 13, is_gated=is_gated)
-    ops.conv_commit(i["window"], stashes[0], *path, backend="triton")
+    ops.conv_commit(i["window"], stashes[0], *path, backend=backend)
     window, previous = i["window"].clone(), (stashes[1].clone(), stashes[2].clone())
     pieces = [
         layer.step(1, stashes, path, 0, 4, previous=previous, is_gated=is_gated),
         layer.step(1, stashes, (None, None), 4, 11, is_gated=is_gated),
     ]
     found = torch.cat([piece[0] for piece in pieces], 1)
-    assert found.dtype == dtype and error(found.flatten(2), y) < TOLERANCE[dtype]
-    assert error(i["state"], state) < TOLERANCE[dtype] and torch.equal(i["window"], window)
+    assert found.dtype == dtype and error(found.flatten(2), y) < tolerance
+    assert error(i["state"], state) < tolerance and torch.equal(i["window"], window)
     if is_gated:
-        assert error(torch.cat([piece[1] for piece in pieces], 1).sum(-1).sqrt(), squares.sqrt()) < TOLERANCE[dtype]
+        assert error(torch.cat([piece[1] for piece in pieces], 1).sum(-1).sqrt(), squares.sqrt()) < tolerance
     assert torch.equal(stashes[0][:, :11], i["rows1"].split(layer.sizes, -1)[1])
     # The same comparison refuses a tree that is read as a chain, and a window without the path.
     chain = torch.arange(-1, 10, dtype=torch.int32, device=DEVICE).expand(2, -1)
@@ -163,3 +172,23 @@ def test_what_a_mixer_in_one_launch_cannot_take_is_refused_before_it_writes() ->
             backend="triton",
         )  # fmt: skip
     assert all(torch.equal(rows.nan_to_num(9), old.nan_to_num(9)) for rows, old in zip(stashes, before, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="numba's code runs on the CPU")
+@pytest.mark.parametrize("change", ["left out", "bfloat16", "strided", "one row"])
+def test_a_cpu_takes_what_the_reference_takes(change: str) -> None:
+    layer = Layer.draw(torch.float32, backend="auto")
+    i, stashes = layer.given, [rows.nan_to_num(0) for rows in layer.stashes()]
+    if change == "left out":
+        i |= dict.fromkeys(("conv_bias", "bias", "D"))
+    elif change == "bfloat16":
+        i |= {name: i[name].bfloat16() for name in ("weight", "A", "D", "rows0")}
+    elif change == "strided":
+        i["state"] = i["state"].transpose(2, 3).contiguous().transpose(2, 3)
+        i["rows0"] = i["rows0"].transpose(1, 2).contiguous().transpose(1, 2)
+    pieces = ((0, 1), (1, 2)) if change == "one row" else ((0, 13),)
+    found = {}
+    for backend in ("auto", "reference"):
+        own, written = replace(layer, backend=backend), [rows.clone() for rows in stashes]
+        found[backend] = [own.step(0, written, (None, None), *piece, is_gated=False)[0] for piece in pieces] + written
+    assert all(error(mine, other) < 5e-6 for mine, other in zip(found["auto"], found["reference"], strict=True))
