@@ -15,7 +15,7 @@ from functools import partial
 
 from benchmarks import ROOT
 from benchmarks.evidence.parts import BATCHES
-from benchmarks.studies import denoising, lookahead, stree_rule, verification
+from benchmarks.studies import denoising, lookahead, overlap, stree_rule, verification
 from stree.bench.drawing import svg
 from stree.bench.methods import PEERS
 from stree.bench.records import Record, read_lines
@@ -132,6 +132,11 @@ def by_window() -> str:
     return table(lookahead.TITLES, map(lookahead.cells, _last_record("lookahead/results.jsonl")["rows"]))
 
 
+def by_overlap() -> str:
+    """Show steps with and without drafting ahead."""
+    return table(overlap.TITLES, map(overlap.cells, _last_record("overlap/results.jsonl")["rows"]))
+
+
 def by_drafter() -> str:
     """Show the runs of draft heads: tau by suite and of all prompts, its ratio to the first method's, and times."""
     lines = []
@@ -212,6 +217,7 @@ TABLES: dict[str, Callable[[], str]] = {  # by name
     "stree-rule": by_rule,
     "denoising": by_denoising,
     "lookahead": by_window,
+    "overlap": by_overlap,
     "verification": by_verification,
     "positions": by_position,
     "batch": by_batch,

@@ -8,7 +8,7 @@ decoded in turns; times are wall times of a step, medians over texts; both have 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from statistics import median
 
@@ -42,8 +42,8 @@ def agreeing_pair() -> tuple[stree.TreeLM, stree.TreeLM]:
     return stree.TreeLM(target), stree.TreeLM(draft)
 
 
-def records(texts: int = 5, tokens: int = 96) -> Iterator[Record]:
-    """Measure both pairs.
+def records(texts: int = 5, tokens: int = 96) -> list[Record]:
+    """Measure both pairs, in one record.
 
     Args:
         texts: of each pair, growth and temperature, after one that is not counted.
@@ -54,6 +54,7 @@ def records(texts: int = 5, tokens: int = 96) -> Iterator[Record]:
     prompts = [bundled.encode(one.turns[:1]) for one in suite.prompts]
     assert bundled.drafter is not None
     pairs = {"12 layers, agreeing": agreeing_pair(), "bundled": (bundled.target, bundled.drafter)}
+    rows = list[Record]()
     for pair, (lm, draft) in pairs.items():
         drafter = stree.drafters.ModelDrafter(draft)
         for growth in GROWTHS:
@@ -66,7 +67,8 @@ def records(texts: int = 5, tokens: int = 96) -> Iterator[Record]:
                             sampling=stree.Sampling(temperature), stop_token_ids=(),
                         )  # fmt: skip
                         stats.append(out.stats)
-                yield {"bench": "overlap", "pair": pair, "growth": growth, "temperature": temperature, **row(found)}
+                rows.append({"pair": pair, "growth": growth, "temperature": temperature, **row(found)})
+    return [{"bench": "overlap", "params": {"texts": texts, "tokens": tokens}, "rows": rows}]
 
 
 def row(found: dict[bool, list[Record]]) -> Record:
@@ -75,7 +77,8 @@ def row(found: dict[bool, list[Record]]) -> Record:
     times = [1e3 * median(decoding(one) / one["steps"] for one in stats) for stats in (alone, over)]
     reused = sum(one["reused_drafts"] for one in over) / sum(one["steps"] for one in over)
     drafting = sum(one["draft_s"] for one in alone) / sum(map(decoding, alone))
-    return {"reused": reused, "drafting": drafting, "ms": times[0], "ms_overlap": times[1]}
+    figures = {"reused": reused, "drafting": drafting, "ms": times[0], "ms_overlap": times[1]}
+    return {name: round(value, 4) for name, value in figures.items()}
 
 
 def decoding(stats: Record) -> float:

@@ -80,6 +80,7 @@ class _LevelLM(TreeLM):
         self.__dict__.update(lm.__dict__)
         # Verification reads trees on the host, which a CUDA graph cannot, and is not compiled.
         self.captures_steps = self.defers_commit = self.is_compiled = False
+        self.fused_mixers = False  # the scans that are replaced are called alone
         scans: dict[str, Callable[..., Any]] = {"ssd_step": self._ssd_step, "gated_delta_step": self._delta_step}
         self._behaviour = Behaviour(replaced={**scans, **self._commits()})
         self._levels: _Levels

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_greedy_trees_of_a_draft_model_that_agrees_are_reused() -> None:
-    rows = list(records(texts=1, tokens=16))
+    (record,) = records(texts=1, tokens=16)
+    rows = record["rows"]
     assert len(rows) == 12 and all(len(cells(row)) == len(TITLES) for row in rows)
     greedy = {row["pair"]: row["reused"] for row in rows if row["temperature"] == 0 and row["growth"] == "chain:4"}
     assert greedy["12 layers, agreeing"] > 0.5 > greedy["bundled"]
