@@ -52,7 +52,7 @@ class TreeLM(TreeScorer):
         fused_layers: whether trees are scored with `stree.models.fused` in place of transformers' norms, rotary
             positions and feed-forwards on those devices, and of norms on CPUs.
         fused_mixers: whether states made from now on run Mamba-2 mixers on trees of up to 16 nodes in one launch or, on
-            a CPU, one call of numba's code; None: on CPUs alone, where no commit is deferred, until a GPU has timed it.
+            a CPU, one call of numba's code; None: on a CPU that defers no commit, on a GPU not until it is timed there.
         is_sharded: whether several processes hold parts of the weights; all must make the same calls.
         captures_steps: whether steps of a generation are captured as CUDA graphs and replayed; None: where possible.
         is_compiled: whether trees are scored by compiled functions; see ``compile``.

@@ -1,9 +1,9 @@
 """Steps of ``overlap=True`` (PEARL, arXiv 2408.11850, on trees) beside those without, one core for each model.
 
 Run with ``python -m benchmarks.studies.overlap [--out FILE]``; it prints a table and one JSON line.  Of two targets,
-one agrees with its draft model almost always (12 Mamba-2 layers of random weights, whose first two are the draft model
-and whose others hardly change the logits), the other as often as a trained pair does (the bundled one).  Texts are
-decoded in turns; times are wall times of a step, medians over texts; both have one thread for each operation.
+one nearly equals its draft model (12 Mamba-2 layers of random weights, whose first two are the draft model and whose
+others hardly change the logits); the other is the bundled one.  Texts are decoded in turns; times are wall times of a
+step, medians over texts; every operation has one thread.
 """
 
 from __future__ import annotations
@@ -74,14 +74,14 @@ def records(texts: int = 5, tokens: int = 96) -> list[Record]:
 def row(found: dict[bool, list[Record]]) -> Record:
     """Return the figures of texts without and with overlap, the first of which are warm-up."""
     alone, over = (stats[1:] for stats in (found[False], found[True]))
-    times = [1e3 * median(decoding(one) / one["steps"] for one in stats) for stats in (alone, over)]
+    times = [1e3 * median(decoding_seconds(one) / one["steps"] for one in stats) for stats in (alone, over)]
     reused = sum(one["reused_drafts"] for one in over) / sum(one["steps"] for one in over)
-    drafting = sum(one["draft_s"] for one in alone) / sum(map(decoding, alone))
+    drafting = sum(one["draft_s"] for one in alone) / sum(map(decoding_seconds, alone))
     figures = {"reused": reused, "drafting": drafting, "ms": times[0], "ms_overlap": times[1]}
     return {name: round(value, 4) for name, value in figures.items()}
 
 
-def decoding(stats: Record) -> float:
+def decoding_seconds(stats: Record) -> float:
     """Return the seconds of all steps."""
     return float(stats["total_s"] - stats["prefill_s"])
 

@@ -29,26 +29,32 @@ Array = np.ndarray[Any, Any]
 
 def ssd_step(a: Operands) -> Tensor:
     """Commit the last path, stash x, B, C and dt of the new rows, scan the new tree."""
-    return _step(a, []) if _is_plain(a, a.stash_xbc, a.stash_dt) else reference.ssd_step(a)
+    return _step(a) if _is_supported(a, a.stash_xbc, a.stash_dt) else reference.ssd_step(a)
 
 
 def mamba2_step(a: Operands) -> tuple[Tensor, Tensor | None]:
-    """Convolve, and do what `ssd_step` does; gates are the reference's."""
-    if a.gating is not None or not _is_plain(a, a.window, a.stash_conv, a.stash_xbc, a.stash_dt):
+    """Convolve, and do what `ssd_step` does; the reference serves calls with a gate."""
+    if a.gating is not None or not _is_supported(a, a.window, a.stash_conv, a.stash_xbc, a.stash_dt):
         return reference.mamba2_step(a)
     bias = a.state.new_zeros(a.weight.shape[0]) if a.conv_bias is None else a.conv_bias
-    weights = [_plain(t, a.state.dtype) for t in (a.weight, bias)]
-    return _step(a, [a.window, a.stash_conv, *weights], a.weight.shape[1]), None
+    tensors = a.window, a.stash_conv, *(_contiguous(t, a.state.dtype) for t in (a.weight, bias))
+    return _step(a, tuple([t.data_ptr() for t in tensors]), a.weight.shape[1]), None
 
 
-def _is_plain(a: Operands, *others: Tensor) -> bool:
+def _is_supported(a: Operands, *others: Tensor) -> bool:
     """Whether the state and other tensors are contiguous and of one dtype, and no gradient is asked for."""
-    is_plain = all(t.dtype == a.state.dtype and t.is_contiguous() for t in (a.state, *others))
-    return is_plain and not (torch.is_grad_enabled() and a.xbc.requires_grad)
+    is_alike = all(t.dtype == a.state.dtype and t.is_contiguous() for t in (a.state, *others))
+    return is_alike and not (torch.is_grad_enabled() and a.xbc.requires_grad)
 
 
-def _step(a: Operands, convolution: list[Tensor], width: int = 0) -> Tensor:
-    """Run a step, from the tensors of a convolution of a width, or none."""
+def _step(a: Operands, convolution: tuple[int, ...] = (0, 0, 0, 0), width: int = 0) -> Tensor:
+    """Run a step.
+
+    Args:
+        a: the operands.
+        convolution: addresses of its window, stash, weight and bias.
+        width: of the convolution; 0 for rows that are convolved already.
+    """
     if a.accepted is not None:
         reference.commit_stashed(a)
     dtype, (_, heads, headdim, dstate) = a.state.dtype, a.state.shape
@@ -57,16 +63,15 @@ def _step(a: Operands, convolution: list[Tensor], width: int = 0) -> Tensor:
         for t in (a.xbc.flatten(0, 1), a.dt.flatten(0, 1))
     ]
     y: Tensor = a.state.new_empty((*a.xbc.shape[:2], heads, headdim))
-    weights = [y.new_zeros(heads) if t is None else _plain(t, dtype) for t in (a.A, a.dt_bias, a.D)]
-    tensors = *new, *weights, a.state, a.stash_xbc, a.stash_dt, y, *convolution
+    weights = [y.new_zeros(heads) if t is None else _contiguous(t, dtype) for t in (a.A, a.dt_bias, a.D)]
+    addresses = tuple([t.data_ptr() for t in (*new, *weights, a.state, a.stash_xbc, a.stash_dt, y)])
     sizes = heads, headdim, a.ngroups, dstate, a.stash_xbc.shape[1], a.first, width
-    addresses = (*[t.data_ptr() for t in tensors], 0, 0, 0, 0)[:13]
-    strides = new[0].stride(0), new[1].stride(0)
-    _run(addresses, strides, sizes, a.topology.parents.numpy(), *map(float, a.dt_limit), ZEROS[y.itemsize])
+    strides, parents = (new[0].stride(0), new[1].stride(0)), a.topology.parents.numpy()
+    _convolve_and_scan(addresses, convolution, strides, sizes, parents, *map(float, a.dt_limit), ZEROS[y.itemsize])
     return y
 
 
-def _plain(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor of a dtype, contiguous."""
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
@@ -97,24 +102,25 @@ def _commit(state: Array, x: Array, dt: Array, A: Array, B: Array, path: Array, 
 
 
 @compiled(fastmath={"reassoc", "contract", "nsz"}, nogil=True)
-def _run(
-    addresses: tuple[int, ...], strides: tuple[int, int], sizes: tuple[int, ...], parents: Array, lowest: float,
-    highest: float, zero: Any,
+def _convolve_and_scan(
+    addresses: tuple[int, ...], convolution: tuple[int, ...], strides: tuple[int, int], sizes: tuple[int, ...],
+    parents: Array, lowest: float, highest: float, zero: Any,
 ) -> None:  # fmt: skip
-    """Convolve new rows along each path, if their convolution has a width, stash them, and scan.
+    """Convolve new rows along each path if the convolution has a width, stash them, and scan the tree.
 
     Args:
-        addresses: of x, B and C of new rows and their step sizes; A, the step sizes' bias and D; state, stash of x, B
-            and C, stash of step sizes, y; window, stash, weight and bias of the convolution.
-        strides: from one new row to the next.
+        addresses: of the new rows of x, B and C and those of the step sizes, before bias and softplus; of A, the bias
+            of the step sizes, D, the state, the stash of x, B and C, the stash of step sizes, and y, which is written.
+        convolution: addresses of its window, stash, weight and bias; its new rows are then those before it.
+        strides: from one new row to the next, of x, B and C and of step sizes.
         sizes: heads, headdim, groups, dstate, nodes of a stash, first new node, width of the convolution.
         parents: int32[b, n].
         lowest: limit of the step size.
         highest: the other limit.
         zero: of the dtype.
     """
-    at_new, at_new_dt, at_A, at_dt_bias, at_D, at_state, at_xbc, at_dt, at_y = addresses[:9]
-    at_window, at_stash, at_weight, at_bias = addresses[9:]
+    at_new, at_new_dt, at_A, at_dt_bias, at_D, at_state, at_xbc, at_dt, at_y = addresses
+    at_window, at_stash, at_weight, at_bias = convolution
     heads, headdim, groups, dstate, count, first, width = sizes
     (batch, n), inner, shared = parents.shape, heads * headdim, heads // groups * headdim
     rows, channels = n - first, inner + 2 * groups * dstate
@@ -127,7 +133,7 @@ def _run(
     window = array_at(at_window, (batch, channels, width - 1), zero)
     stash = array_at(at_stash, (batch, count, channels), zero)
     weight, bias = array_at(at_weight, (channels, width), zero), array_at(at_bias, (channels,), zero)
-    query, read = np.empty((rows, dstate), y.dtype), np.empty((rows, shared), y.dtype)
+    query, from_state = np.empty((rows, dstate), y.dtype), np.empty((rows, shared), y.dtype)
     for b in range(batch):
         for i in range(first, n):
             r = b * rows + i - first
@@ -147,18 +153,18 @@ def _run(
                 for s in range(dstate):
                     query[r, s] = xbc[b, first + r, start + s]
             if rows == 1:
-                products_of_row(query.ctypes.data, rows, state[b, g], read.ctypes.data, zero)
+                products_of_row(query.ctypes.data, rows, state[b, g], from_state.ctypes.data, zero)
             else:
-                products(query.ctypes.data, rows, state[b, g], read.ctypes.data, zero)
+                products(query.ctypes.data, rows, state[b, g], from_state.ctypes.data, zero)
             for r in range(rows):
                 for c in range(shared):
-                    y[b, r, g, c] = read[r, c]
+                    y[b, r, g, c] = from_state[r, c]
         _scan(xbc[b], dt[b], parents[b], A, D, groups, dstate, y[b].reshape(rows, heads, headdim))
 
 
 @inner(fastmath={"reassoc", "contract", "nsz"})
 def _step_sizes(new: Array, bias: Array, lowest: float, highest: float, out: Array) -> None:
-    """Write float[h] step sizes."""
+    """Write step sizes, float[h], after bias, softplus and limits."""
     number = out.dtype.type
     for h in range(len(out)):
         step = new[h] + bias[h]
@@ -217,7 +223,7 @@ def _compiled_silu(x: Any) -> Any:
 
 @inner()
 def _exp(x: Any) -> Any:
-    """Return exp(x) of float32 to two units in the last place: 2^k exp(r), with the polynomial of Cephes."""
+    """Return exp(x) of float32 within a unit in the last place: 2^k exp(r), with the polynomial of Cephes."""
     x = x if x > np.float32(-87.3) else np.float32(-87.3)  # what is not a number, too
     x = x if x < np.float32(88.7) else np.float32(88.7)
     k = np.floor(x * np.float32(1.44269504) + np.float32(0.5))

@@ -135,8 +135,8 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
         "headdim": spec.headdim, "ngroups": spec.ngroups, "D": mixer.D, "dt_limit": mixer.time_step_limit,
         "first": step.first, "previous": step.deferred_rows(mixer.layer_idx, Mamba2Spec),
     }  # fmt: skip
-    is_small = not has_triton("mamba2_step", xbc.device, xbc.dtype) or step.topology.num_nodes <= MAX_MIXER_NODES
-    if layer.has_fused_mixer and is_small and mixer.activation == "silu":
+    fits = not has_triton("mamba2_step", xbc.device, xbc.dtype) or step.topology.num_nodes <= MAX_MIXER_NODES
+    if layer.has_fused_mixer and fits and mixer.activation == "silu":
         eps = deferred_norm(norm, mixer.out_proj, gate)
         y, squares = ops.mamba2_step(
             layer.window, layer.stash_conv, conv.weight.squeeze(1), conv.bias, *stashes, xbc, dt, layer.A,

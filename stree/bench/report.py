@@ -117,8 +117,10 @@ def load_runs(paths: Sequence[Path]) -> list[LoadedRun]:
             raise ValueError(f"{path} holds a record that this version cannot read: {error!r}") from error
         if not rows:
             skipped = [record["reason"] for record in records if record["metric"] == "skipped"]
-            left_out = f"every prompt was left out: {skipped[0]}" if skipped else ""
-            raise ValueError(f"{path} holds records, but {left_out or 'no method has been checked or measured yet'}")
+            cause = "no method has been checked or measured yet"
+            if skipped:
+                cause = f"every prompt was left out: {skipped[0]}"
+            raise ValueError(f"{path} holds records, but {cause}")
         runs.append(LoadedRun(path.resolve().name, config, sessions, rows, pooled))
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
