@@ -5,8 +5,7 @@ weight as it is stored.  One thread of an AMD processor with AVX-512, whole forw
 numba's: the bundled target 1.56 for 2 rows, 1.28 for 4, 1.21 for 8 and 1.03 for 16; Mamba-2 129M, of large weights,
 1.34, 1.02, 0.88 and 0.82; in bfloat16 numba's is the faster for 1 and 2 rows.  Without AVX-512, for Mamba-2 129M, 2.3
 for one row, 1.7 for 4, 1.7 for 8, 1.5 for 16 and 0.96 for 32, and on two threads, of which numba's code has one, 1.5,
-1.3, 1.2, 1.04 and 0.92.  On Intel's processors MKL is the fastest for up to three rows.  With several threads oneDNN
-multiplies four rows faster than one or two by a large weight, which a cache does not hold; they are repeated.
+1.3, 1.2, 1.04 and 0.92.  With several threads oneDNN multiplies four rows faster than one or two by a large weight.
 
 In a compiled function one row in float32 is a sum over products, which inductor fuses with its neighbours; by a large
 weight numba's code is the faster, as it reads memory at 26 GB/s of 28 where inductor's reads 16 to 23.  In bfloat16
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor, library, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.dispatch import host_can_read, module_of
 from stree.models.fused.fused_layers import in_tree
 from stree.models.patching import PatchedForward, has_foreign_forward, patch_forward, unpatched_forward
 
@@ -78,39 +77,28 @@ class _Packing:
         return is_it and self.sample.tobytes() == self.sampled
 
 
-class _Stored(NamedTuple):
+@dataclass(slots=True, eq=False)
+class _Stored:
     """A weight that is supported, and numba's product with it.
 
     Attributes:
         weight: the tensor.
         address: of its memory; what is here holds while the tensor has it.
-        product: of up to ``most_rows`` rows, the faster on up to ``most_threads`` threads.
+        most_rows: up to which the product is the faster, on up to ``most_threads`` threads.
+        product: made with the first few rows.
     """
 
     weight: Tensor
     address: int
-    product: Callable[[Tensor], Tensor]
     most_rows: int
     most_threads: int
-
-    @classmethod
-    def of(cls, weight: Tensor, copies: bool) -> _Stored:
-        """Describe a weight."""
-        from stree.kernels.linear.cpu import linear  # imports numba
-
-        product = partial(linear, weight=_in_numpy(weight.detach()))
-        return cls(weight, weight.data_ptr(), product, *_limits(weight, copies))
-
-    def is_of(self, weight: Tensor) -> bool:
-        """Whether this is the weight, in the same memory."""
-        return self.weight is weight and self.address == weight.data_ptr()
+    product: Callable[[Tensor], Tensor] | None = None
 
 
 class PackedWeight:
     """A linear layer's weight, as it is stored and in oneDNN's layout, packed again when the weight has changed.
 
-    Threads that share it read one ``_Packing``, which is replaced as a whole.  Copies and pickles of a model start
-    without it.
+    Threads read one ``_Packing``, which is replaced as a whole.  Copies and pickles of a model start without it.
 
     Args:
         copies: whether the weight is copied to oneDNN's layout; if not, torch multiplies what no other code is for.
@@ -130,23 +118,24 @@ class PackedWeight:
     def __reduce__(self) -> Any:
         return PackedWeight, (self.copies,)
 
-    def takes(self, weight: Tensor) -> bool:
-        """Whether a weight is supported."""
+    def stored(self, weight: Tensor) -> _Stored | None:
+        """Describe a weight, or return None for one that is not supported."""
         stored = self._stored
-        return (stored is not None and stored.is_of(weight)) or _is_supported(weight)
+        if stored is None or stored.weight is not weight or stored.address != weight.data_ptr():
+            limits = _limits(weight, self.copies) if _is_supported(weight) else None
+            self._stored = stored = None if limits is None else _Stored(weight, weight.data_ptr(), *limits)
+        return stored
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, stored: _Stored, bias: Tensor | None) -> Tensor:
         """Compute x weight^T + bias: float[..., out] of float[..., in]."""
-        y = None
-        if host_can_read(x):
-            stored = self._stored
-            if stored is None or not stored.is_of(weight):
-                self._stored = stored = _Stored.of(weight, self.copies)
-            is_few = 0 < x.numel() <= stored.most_rows * x.shape[-1]
-            y = stored.product(x) if is_few and torch.get_num_threads() <= stored.most_threads else None
-        if y is None and _onednn_packs(weight.dtype):
+        weight, is_few = stored.weight, 0 < x.numel() <= stored.most_rows * x.shape[-1]
+        if is_few and host_can_read(x) and torch.get_num_threads() <= stored.most_threads:
+            product = stored.product = stored.product or _product_of_few(weight)
+            y = product(x)
+        elif _onednn_packs(weight.dtype):
             return self._packed_product(x, weight, bias) if self.copies else nn.functional.linear(x, weight, bias)
-        y = _in_float32(x, weight) if y is None else y
+        else:
+            y = _in_float32(x, weight)
         return (y if bias is None else y.add_(bias)).to(x.dtype)
 
     def _packed_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -218,13 +207,18 @@ def _to_patch(model: nn.Module) -> list[nn.Linear]:
 
 
 def _in_numpy(weight: Tensor) -> np.ndarray:
-    """Return a weight's memory as an array; NumPy has no bfloat16, so the bits of one are uint16."""
+    """Return a weight's memory as an array, of uint16 for the bits of bfloat16, which NumPy does not have."""
     return (weight.view(torch.uint16) if weight.dtype == torch.bfloat16 else weight).numpy()
 
 
-def _is_supported(weight: Tensor) -> bool:
-    is_plain = type(weight) is nn.Parameter and not weight.is_inference()  # a quantised weight is of another class
-    return is_plain and weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
+def _product_of_few(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    linear = module_of("stree.kernels.linear.cpu").linear  # imports numba
+    return partial(linear, weight=_in_numpy(weight.detach()))
+
+
+def _is_supported(weight: Tensor) -> bool:  # a quantised weight is of another class
+    is_plain = type(weight) is nn.Parameter and not weight.is_inference() and weight.device.type == "cpu"
+    return is_plain and weight.dtype in (torch.float32, torch.bfloat16)
 
 
 @cache
@@ -265,16 +259,23 @@ def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
 def _forward(module: Any, before: Any, packed: PackedWeight, /, input: Tensor) -> Tensor:
     x, weight, bias = input, module.weight, module.bias
     is_ours = packed.copies or in_tree() or not _onednn_packs(weight.dtype)  # else a plain call, which stays as it was
-    fits = x.dtype == weight.dtype and x.shape[-1:] == weight.shape[1:]
-    if torch.is_grad_enabled() or not (fits and is_ours and packed.takes(weight)):
-        return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
-    if isinstance(x, FakeTensor):  # the call is being traced
-        is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
-        suits_numba = weight.nbytes >= LARGE and torch.get_num_threads() <= _limits(weight, copies=True)[1]
-        if is_one_row and weight.dtype == torch.float32 and not suits_numba:
-            return _one_row(x, weight, bias)
-        return torch.ops.stree.packed_linear(x, weight, bias, packed.number)  # type: ignore[no-any-return]
-    return packed.linear(x, weight, bias)
+    if is_ours and not torch.is_grad_enabled() and x.dtype == weight.dtype and x.shape[-1:] == weight.shape[1:]:
+        if not isinstance(x, FakeTensor):
+            stored = packed.stored(weight)
+            if stored is not None:
+                return packed.linear(x, stored, bias)
+        elif _is_supported(weight):
+            return _traced(x, weight, bias, packed.number)
+    return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
+
+
+def _traced(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
+    """Compute x weight^T + bias in a call that is being traced."""
+    is_one_row = all(isinstance(size, int) and size == 1 for size in x.shape[:-1])
+    suits_numba = weight.nbytes >= LARGE and torch.get_num_threads() <= _limits(weight, copies=True)[1]
+    if is_one_row and weight.dtype == torch.float32 and not suits_numba:
+        return _one_row(x, weight, bias)
+    return torch.ops.stree.packed_linear(x, weight, bias, number)  # type: ignore[no-any-return]
 
 
 def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -285,8 +286,8 @@ def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _linear_of_number(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
     packed = _by_number[number]()
-    assert packed is not None, "the compiled function's model has it"
-    return packed.linear(x, weight, bias)
+    assert packed is not None and (stored := packed.stored(weight)) is not None, "the compiled function's model has it"
+    return packed.linear(x, stored, bias)
 
 
 def _shape_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
