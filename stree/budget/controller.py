@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
 
-__all__ = ["SIZES", "START", "BudgetController", "ProbeTime", "StepHistory"]
+__all__ = ["SIZES", "START", "AcceptanceLevel", "BudgetController", "StepHistory"]
 
 SIZES = (1, 8, 16, 32, 64)  # nodes a step, root included; 1 is plain decoding
 START = 16  # size of the first steps of a single sequence, while nothing is known
@@ -24,10 +24,10 @@ TIMED = 2  # timed steps that the start and every smaller size need before one i
 # Acceptance level that a first generation assumes if it starts with trees; set on four prompts of HumanEval.  One that
 # is too low ends drafting after a few rejections, and plain decoding does not correct it.
 LEVEL = 3.0
-# The numbers below were set by hand on the first five prompts of HumanEval, GSM8K and MT-Bench.
+# The numbers below were set by hand on the first five prompts of HumanEval, GSM8K and MT-Bench, and on simulated load.
 MARGIN = 0.08  # share by which another size must be better before it is taken; below it noise decides
 PRIOR_STEPS = 12.0  # weight of earlier generations, or of LEVEL, in a new one's acceptance level: steps of a sequence
-MEMORY_STEPS = 40.0  # steps over which a sequence's acceptance level is averaged
+MEMORY_STEPS = 80.0  # steps over which a sequence's acceptance level is averaged
 OLDEST_STEPS = 4.0  # weight of an acceptance level that has aged during plain decoding
 FIRST_PROBE, PROBE_EVERY = 8, 12  # least steps before the first try of another size, and between two of them
 PROBE_STEPS = 3  # timed steps of a try; after plain decoding a draft model reads the missed text before the first
@@ -38,17 +38,21 @@ EARLIER_STEPS = 50.0  # steps over which the level that is handed on to later ge
 
 
 @dataclass(slots=True)
-class ProbeTime:
-    """Seconds of steps, and what of them was lost by trying other sizes; one account for kinds of steps that alternate.
+class AcceptanceLevel:
+    """Accepted nodes of a step of START nodes, averaged over the last steps.
 
     Attributes:
-        total_s: seconds of about the last LOSS_STEPS steps.
-        lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens as are
-            expected of them: also the prompts and tokens that a draft model has to run first after plain decoding.
+        value: the average.
+        weight: steps of a sequence that it counts; 0 while nothing is known.
     """
 
-    total_s: float = 0.0
-    lost_s: float = 0.0
+    value: float = 0.0
+    weight: float = 0.0
+
+    def count(self, value: float, steps: int, most: float) -> None:
+        """Average over more steps, at most ``most`` in all."""
+        self.weight = min(self.weight + steps, most)
+        self.value += steps / self.weight * (value - self.value)
 
 
 @dataclass(slots=True)
@@ -57,15 +61,16 @@ class StepHistory:
 
     Attributes:
         seconds: the last steady step times of each size but the first, which also allocates.
-        level: accepted nodes of a step of START nodes, averaged over earlier generations.
-        num_steps: steps that this average counts, at most EARLIER_STEPS a sequence; 0 before the first.
-        spent: on these steps and on those of the same models with other batch sizes, sampling or growths.
+        level: over earlier generations.
+        total_s: seconds of about the last LOSS_STEPS steps.
+        lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens as are
+            expected of them: also the prompts and tokens that a draft model has to run first after plain decoding.
     """
 
     seconds: dict[int, deque[float]] = field(default_factory=dict)
-    level: float = 0.0
-    num_steps: float = 0.0
-    spent: ProbeTime = field(default_factory=ProbeTime)
+    level: AcceptanceLevel = field(default_factory=AcceptanceLevel)
+    total_s: float = 0.0
+    lost_s: float = 0.0
 
     def time(self, size: int) -> float | None:
         """Return the lower median of the seconds of a step, or None for a size that has not been timed."""
@@ -84,6 +89,7 @@ class BudgetController:
         sizes: candidate sizes, ascending, 1 (plain decoding) first.
         history: of this kind of steps; updated.
         start: size of the first steps while nothing is known, or the nearest candidate.
+        level: of the texts; controllers that decode the same texts share one.  None: begin with the history's.
 
     Attributes:
         current: the size that is used when no other is tried.
@@ -92,16 +98,20 @@ class BudgetController:
         ValueError: sizes that are not ascending or do not begin with 1.
     """
 
-    def __init__(self, sizes: Sequence[int], history: StepHistory, start: int = START) -> None:
+    def __init__(
+        self, sizes: Sequence[int], history: StepHistory, start: int = START, level: AcceptanceLevel | None = None
+    ) -> None:
         if not sizes or sizes[0] != 1 or list(sizes) != sorted(set(sizes)):
             raise ValueError(f"sizes must ascend from 1, plain decoding, got {list(sizes)}")
         self._sizes, self._history = list(sizes), history
         self._step, self._next_probe, self._probe_end = 0, FIRST_PROBE, 0
         self._probe_left = 0  # timed steps that the present try still needs
         self.current = min(sizes, key=lambda size: abs(size - start))
-        if not history.num_steps and self.current > 1:
-            history.level, history.num_steps = LEVEL, PRIOR_STEPS
-        self._level, self._weight = history.level, min(history.num_steps, PRIOR_STEPS)
+        if not history.level.weight and self.current > 1:
+            history.level = AcceptanceLevel(LEVEL, PRIOR_STEPS)
+        self._level = AcceptanceLevel() if level is None else level
+        if not self._level.weight:
+            self._level.value, self._level.weight = history.level.value, min(history.level.weight, PRIOR_STEPS)
         self._first = [size for size in reversed(sizes) if size <= self.current]
         self.current = self._probed = self._best()
 
@@ -114,7 +124,7 @@ class BudgetController:
         best = self._best()
         if best != self.current:
             self.current, self._next_probe, self._probe_left = best, self._step + PROBE_EVERY, 0
-        elif self._step >= self._next_probe and self._history.spent.lost_s <= PROBE_SHARE * self._history.spent.total_s:
+        elif self._step >= self._next_probe and self._history.lost_s <= PROBE_SHARE * self._history.total_s:
             self._probed, self._probe_left = self._probe(), PROBE_STEPS
             self._next_probe, self._probe_end = self._step + PROBE_EVERY, self._step + MOST_PROBE_STEPS
         return self._probed if self._probe_left and self._step < self._probe_end else self.current
@@ -136,14 +146,12 @@ class BudgetController:
         if seconds is not None and self._untimed_first() is None:
             self._count_loss(size, seconds)
         if size == 1:  # plain decoding tells nothing of acceptance, and what is known ages
-            self._weight = max(self._weight * (1 - 1 / MEMORY_STEPS), min(self._weight, OLDEST_STEPS * rows))
+            weight = self._level.weight
+            self._level.weight = max(weight * (1 - 1 / MEMORY_STEPS), min(weight, OLDEST_STEPS * rows))
             return
-        level = sum(count - 1 for count in num_emitted) / rows / self._gain(size)
-        self._weight = min(self._weight + rows, MEMORY_STEPS * rows)
-        self._level += rows / self._weight * (level - self._level)
-        history = self._history
-        history.num_steps = min(history.num_steps + rows, EARLIER_STEPS * rows)
-        history.level += rows / history.num_steps * (level - history.level)
+        accepted = sum(count - 1 for count in num_emitted) / rows / self._gain(size)
+        self._level.count(accepted, rows, MEMORY_STEPS * rows)
+        self._history.level.count(accepted, rows, EARLIER_STEPS * rows)
 
     def _time(self, size: int, seconds: float) -> None:
         """Record the time of a step."""
@@ -159,7 +167,7 @@ class BudgetController:
 
     def _tokens(self, size: int) -> float:
         """Return the expected tokens of a step."""
-        return 1 + self._level * self._gain(size) * (size > 1)
+        return 1 + self._level.value * self._gain(size) * (size > 1)
 
     def _untimed_first(self) -> int | None:
         """Return the size to time next before any is chosen, or None once all are timed."""
@@ -175,15 +183,15 @@ class BudgetController:
         """Return the size of the greatest goodput; the current one unless another is better by MARGIN."""
         best = max(self._sizes, key=self._goodput)
         current = self._goodput(self.current)
-        return best if self._weight and current and self._goodput(best) > (1 + MARGIN) * current else self.current
+        return best if self._level.weight and current and self._goodput(best) > (1 + MARGIN) * current else self.current
 
     def _count_loss(self, size: int, seconds: float) -> None:
         """Count the time of a step, and what it lost if it tried another size than the best known."""
-        spent, goodput = self._history.spent, self._goodput(self.current)
-        spent.total_s += seconds - spent.total_s / LOSS_STEPS
-        spent.lost_s -= spent.lost_s / LOSS_STEPS
+        history, goodput = self._history, self._goodput(self.current)
+        history.total_s += seconds - history.total_s / LOSS_STEPS
+        history.lost_s -= history.lost_s / LOSS_STEPS
         if size != self.current and goodput:
-            spent.lost_s = max(spent.lost_s + seconds - self._tokens(size) / goodput, 0.0)
+            history.lost_s = max(history.lost_s + seconds - self._tokens(size) / goodput, 0.0)
 
     def _probe(self) -> int:
         """Return another size to try: a neighbour that has not been timed, else the next best."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from stree.budget.controller import BudgetController, StepHistory
+from stree.budget.controller import AcceptanceLevel, BudgetController, StepHistory
 from stree.growth import Growth
 
 __all__ = ["AutoBudget", "BudgetPolicy"]
@@ -46,11 +46,15 @@ class AutoBudget(BudgetPolicy):
         sizes: what the controller chooses from.
         history: of this kind of steps.
         start: size of the first steps while nothing is known.
+        level: see ``BudgetController``.
     """
 
-    def __init__(self, growth: Growth | None, sizes: Sequence[int], history: StepHistory, start: int) -> None:
+    def __init__(
+        self, growth: Growth | None, sizes: Sequence[int], history: StepHistory, start: int,
+        level: AcceptanceLevel | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(growth, sizes[-1])
-        self._controller = BudgetController(sizes, history, start)
+        self._controller = BudgetController(sizes, history, start, level)
         self._launched: deque[int] = deque()
 
     @property

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from stree.budget.policy import BudgetPolicy
-from stree.decode.capture import Capture
 from stree.decode.draft_memory import Drafting
 from stree.decode.logprobs import token_logprobs
 from stree.decode.memory import Extent, path_nodes, traverses
@@ -30,8 +28,6 @@ from stree.models.state import DecodeState
 from stree.sampling import BatchSampling
 
 __all__ = ["DecodeLoop"]
-
-logger = logging.getLogger("stree")
 
 EMPTY = Request([0], problem="an empty row")
 
@@ -62,13 +58,14 @@ class DecodeLoop:
         self.batch, self.sequences, self.step_cache = batch, sequences, step_cache
         self.on_step: Callable[[StepResult, list[Text], list[int]], None] | None = None
         self.stats, self.reported = Statistics(), dict[str, Any]()
-        self.is_started = self._has_warned = False
+        self.is_started = False
         self._step: DecodeStep
         self._device = self.lm.device  # read once: it is looked up through the model's modules
         # With the texts that the rows held when they were launched, the number of replays until then, and the
         # policy that chose their size: None where all requests have a budget of one node.
         self._launched: deque[tuple[StepResult, list[Text], int, BudgetPolicy | None]] = deque()
         self._replays = self._replays_before = 0  # of the graphs, at the last step that was read and at the beginning
+        self._read_s: float | None = None  # when that step was read; None where other work has run since then
 
     @property
     def problem(self) -> Exception | None:
@@ -145,7 +142,11 @@ class DecodeLoop:
         if newcomer is not None:
             rows, requests = [*rows, rows[0] if rows else 0], [*requests, newcomer]
             held.append(Text(EMPTY, reason=EMPTY.problem))
-        self._step, self.sequences.rows = self._step.select(rows, requests), held
+        self._step, self.sequences.rows, self._read_s = self._step.select(rows, requests), held, None
+
+    def pause(self) -> None:
+        """Leave the time since the last step out of that of the next one: other work runs in between."""
+        self._read_s = None
 
     @property
     def can_select(self) -> bool:
@@ -239,17 +240,16 @@ class DecodeLoop:
             if text.append(tokens, None if result.logits is None else result.logits[row], logprobs):
                 self._step.set_finished(row)
         self._count_time()
-        warning = None if self._has_warned else self.stats.unfit_drafter(self._step.hidden_layers)
-        if warning is not None:
-            self._has_warned = True
-            logger.warning(warning)
-        step_s = self.lm.agreed(sum(seconds.values()))
+        # What the host does between two steps is time of a step, too: the fewer steps, the less of it.
+        step_s = sum(seconds.values()) if self._read_s is None else self.stats.total_s - self._read_s
+        step_s, self._read_s = self.lm.agreed(step_s), self.stats.total_s
+        self.stats.warn_of_unfit_drafter(self._step.hidden_layers)
         if policy is not None:
             policy.observe([count for count in committed if count], step_s if result.is_steady else None)
 
     def _begin(self, sequences: list[Text], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""
-        raw = logits[:, None]
+        raw, self._read_s = logits[:, None], None
         tokens, logits = self._step.first_tokens(torch.tensor(rows, device=self._device), logits)
         for sequence, row in zip(sequences, rows, strict=True):
             self.sequences.begin(sequence, row)
@@ -264,14 +264,12 @@ class DecodeLoop:
         """Allocate a state, and the decode step that works on it."""
         state = self.lm.new_state(batch, self.max_length(policy), max(policy.max_nodes, self.batch.min_nodes))
         state.fixed_shapes = fixes_shapes(state.lengths)  # captured steps must not grow
-        options: dict[str, Any] = {
-            "sampling": BatchSampling(self.batch.kinds, batch, self._device), "verifier": self.verifier,
-            "max_length": self.max_length(policy), "most_stops": self.batch.most_stops,
-            "processor": self.batch.processor, "keeps_probs": self.batch.keeps_probs,
-            "limits_nodes": self.batch.limits_nodes, "isolates_nan": self.batch.isolates_nan,
-        }  # fmt: skip
-        capture = Capture() if self.step_cache is None else self.step_cache.capture()
-        return DecodeStep(self.lm, state, capture=capture, **options)
+        return DecodeStep(
+            self.lm, state, sampling=BatchSampling(self.batch.kinds, batch, self._device), verifier=self.verifier,
+            max_length=self.max_length(policy), most_stops=self.batch.most_stops, processor=self.batch.processor,
+            keeps_probs=self.batch.keeps_probs, capture=self.step_cache.capture() if self.step_cache else None,
+            limits_nodes=self.batch.limits_nodes, isolates_nan=self.batch.isolates_nan,
+        )  # fmt: skip
 
     def extent(self, policy: BudgetPolicy) -> Extent:
         """Return the sizes of what the batch allocates."""

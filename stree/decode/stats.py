@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,8 @@ __all__ = ["PARTS", "Generation", "Statistics"]
 PARTS = ("draft_s", "verify_s", "accept_s", "commit_s")
 UNTRAINED_TAU = 1.05  # tokens a step with a draft head that knows nothing of its target
 MANY_STEPS = 200  # after which a draft of which nothing was accepted does not fit the target
+
+logger = logging.getLogger("stree")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class Statistics:
     drafted_row_steps: int = 0  # row steps for which a draft model ran or more than the root was verified
     counts: AcceptedCounts = field(default_factory=AcceptedCounts)  # of the steps of all rows
     rules: set[str] = field(default_factory=set)  # that verifier "auto" has chosen
+    has_warned: bool = False  # of a drafter that does not fit
 
     def record(self, step: StepResult, committed: Sequence[int], seconds: Mapping[str, float]) -> None:
         """Count a step: nodes committed by each sequence, 0 for an inactive one, and seconds by part."""
@@ -66,8 +70,8 @@ class Statistics:
             self.drafted_row_steps += step.num_calls > 0 or step.num_nodes > 1
             self.counts.add(count - 1)
 
-    def unfit_drafter(self, hidden_layers: Sequence[int] | None) -> str | None:
-        """Describe a drafter of which nothing is accepted, or a draft head of which hardly anything is; else None.
+    def warn_of_unfit_drafter(self, hidden_layers: Sequence[int] | None) -> None:
+        """Warn once of a drafter of which nothing is accepted, or a draft head of which hardly anything is.
 
         Hidden states of a wrong layer, or from before a norm, show in nothing else.
 
@@ -75,15 +79,17 @@ class Statistics:
             hidden_layers: what a draft head reads of the target.
         """
         most = 1.0 if hidden_layers is None else UNTRAINED_TAU
-        if self.drafted_row_steps < MANY_STEPS or self.counts.tau > most:
-            return None
+        if self.has_warned or self.drafted_row_steps < MANY_STEPS or self.counts.tau > most:
+            return
+        self.has_warned = True
         if hidden_layers is None:
-            return f"no drafted token was accepted in {self.steps} steps: the drafter does not fit"
-        return (
-            f"{self.counts.tau:.2f} tokens a step in {self.steps} steps, as with an untrained draft "
-            "head: was it made for this target, and does it read the hidden states of layers "
-            f"{[*hidden_layers]} (-1 is after the final norm)?"
-        )
+            logger.warning("no drafted token was accepted in %d steps: the drafter does not fit", self.steps)
+            return
+        logger.warning(
+            "%.2f tokens a step in %d steps, as with an untrained draft head: was it made for this target, and does it "
+            "read the hidden states of layers %s (-1 is after the final norm)?",
+            self.counts.tau, self.steps, [*hidden_layers],
+        )  # fmt: skip
 
     def report(self, num_new_tokens: int) -> dict[str, Any]:
         """Rates and times, JSON-able."""

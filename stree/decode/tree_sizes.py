@@ -8,7 +8,7 @@ from collections.abc import Collection, Hashable
 
 import torch
 
-from stree.budget.controller import SIZES, START, ProbeTime, StepHistory
+from stree.budget.controller import SIZES, START, AcceptanceLevel, StepHistory
 from stree.budget.policy import AutoBudget, BudgetPolicy
 from stree.checks import check_object
 from stree.decode.settings import Settings
@@ -26,18 +26,20 @@ MAX_FIXED = 1 << 20  # nodes of a fixed shape that is laid out; what kernels tak
 
 logger = logging.getLogger("stree")
 
-# By target and drafter: the time that all share, and histories by kind of steps.
-_Histories = tuple[ProbeTime, dict[Hashable, StepHistory]]
-_histories: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, _Histories]] = weakref.WeakKeyDictionary()
+# What earlier generations have shown, by target and kind of steps.
+_histories: weakref.WeakKeyDictionary[TreeLM, dict[Hashable, StepHistory]] = weakref.WeakKeyDictionary()
 
 
-def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) -> tuple[int | str, BudgetPolicy]:
+def budget_policy(
+    settings: Settings, rows: int, kinds: Collection[Sampling], level: AcceptanceLevel | None = None
+) -> tuple[int | str, BudgetPolicy]:
     """Return the budget, and what chooses growth and nodes of every step by it.
 
     Args:
         settings: of the batch.
         rows: sequences at once.
         kinds: the sampling parameters of all of them.
+        level: of the texts, where they also have steps of other numbers of rows.
 
     Raises:
         ValueError: a fixed shape above the budget, or trees with branches under block verification.
@@ -64,14 +66,14 @@ def budget_policy(settings: Settings, rows: int, kinds: Collection[Sampling]) ->
         return budget, settings.policy(growth, sizes)
     if len(sizes) == 1:
         return budget, BudgetPolicy(growth, sizes[0])
-    # What earlier generations of the same kind of steps have shown.
-    drafter_key = type(drafter), tuple(map(weakref.ref, drafter.models)), torch.get_num_threads()
-    spent, histories = _histories.setdefault(lm, {}).setdefault(drafter_key, (ProbeTime(), {}))
-    steps_key = repr(growth), frozenset(kinds), rows, name_of(settings.verifier)
-    history = histories.setdefault(steps_key, StepHistory(spent=spent))
+    steps_key = (
+        type(drafter), tuple(map(weakref.ref, drafter.models)), torch.get_num_threads(), repr(growth), frozenset(kinds),
+        rows, name_of(settings.verifier),
+    )  # fmt: skip
+    history = _histories.setdefault(lm, {}).setdefault(steps_key, StepHistory())
     # The rows of a batch share a step's cost less than its nodes do: draft calls must first show that they pay.
     start = START if rows == 1 else 1 if drafter.models else START // 2
-    return budget, AutoBudget(growth, sizes, history, start)
+    return budget, AutoBudget(growth, sizes, history, start, level)
 
 
 def _tree_sizes(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from stree.budget.controller import AcceptanceLevel
 from stree.budget.policy import BudgetPolicy
 from stree.checks import check_counts
 from stree.decode.loop import DecodeLoop
@@ -62,6 +63,7 @@ class RunningBatch:
         self._layout: list[Hashable] = []  # of the models, and writes to the target's weights, at the last request
         self._writes: Hashable = None
         self._policies: dict[tuple[int, bool], BudgetPolicy] = {}
+        self._levels = AcceptanceLevel(), AcceptanceLevel()  # of sampled and of greedy texts
         self._loop: DecodeLoop | None = None
         extent = self._new_loop(self._max_batch).extent(self._policy(self._max_batch, is_greedy=False))
         self.extent = replace(extent, prompts=1)
@@ -108,6 +110,8 @@ class RunningBatch:
         Raises:
             ValueError: the logits after it have no distribution.
         """
+        if self._loop is not None:
+            self._loop.pause()
         is_over = prompt.run(size)
         if is_over:
             check_logits(prompt.logits, request.sampling)
@@ -183,7 +187,7 @@ class RunningBatch:
         """Return what chooses the sizes of steps with so many rows; it learns from all of them."""
         if (rows, is_greedy) not in self._policies:
             kinds = {Sampling(0.0 if is_greedy else 1.0)}
-            self._policies[rows, is_greedy] = budget_policy(self._settings, rows, kinds)[1]
+            self._policies[rows, is_greedy] = budget_policy(self._settings, rows, kinds, self._levels[is_greedy])[1]
         return self._policies[rows, is_greedy]
 
 

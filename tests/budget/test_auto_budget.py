@@ -136,11 +136,30 @@ def test_a_growth_of_the_user_s_own(cheap_trees: None) -> None:
     assert out.sequences == plain_texts(max_new_tokens=12)
 
 
-def sizes(monkeypatch: pytest.MonkeyPatch, drafts: stree.TreeLM, call_s: float, node_s: float) -> stree.Generation:
-    """Sample 60 tokens; a call of the target takes 1 s + ``node_s`` per node, one of the draft model ``call_s``."""
+class Reader:
+    """A streamer that takes some time of a clock for what a step emits."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+
+    def put(self, value: Tensor) -> None:
+        self.clock.now += self.seconds
+
+    def end(self) -> None:
+        pass
+
+
+def sizes(
+    monkeypatch: pytest.MonkeyPatch, drafts: stree.TreeLM, call_s: float, node_s: float, *, read_s: float = 0.0
+) -> stree.Generation:
+    """Sample 60 tokens.
+
+    A call of the target takes 1 s + ``node_s`` per node, one of the draft model ``call_s``, and between two steps the
+    reader of the text takes ``read_s``.
+    """
     clock, prompts = Clock(monkeypatch, 1e-4), random_texts(random.Random(0), [9])
     lm, drafter = clock.slow(patched(tiny_model("bamba")), 1.0, node_s), ModelDrafter(clock.slow(drafts, call_s))
-    options: dict[str, Any] = {"sampling": Sampling(0.5), "max_new_tokens": 60}
+    options: dict[str, Any] = {"sampling": Sampling(0.5), "max_new_tokens": 60, "streamer": Reader(clock, read_s)}
     return stree.generate(lm, prompts, drafter, growth=DySpec(depth=4), budget="auto", **options)
 
 
@@ -156,20 +175,14 @@ def test_trees_are_drafted_where_they_pay(monkeypatch: pytest.MonkeyPatch) -> No
     assert cheap.sequences != slow_drafts.sequences, "negative control: a sampled text depends on the tree sizes"
 
 
+def test_time_between_steps_is_time_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick, slow = (sizes(monkeypatch, patched(tiny_model("bamba")), 0.7, 0.005, read_s=read_s) for read_s in (0.0, 9.0))
+    assert quick.stats["nodes_per_step"] < 5 < 6 < slow.stats["nodes_per_step"]
+
+
 def test_a_model_can_be_copied_and_pickled_after_a_generation_under_auto() -> None:
     lm = patched(tiny_model("bamba"))
     options: dict[str, Any] = {"budget": "auto", "max_new_tokens": 8}
     expected = stree.generate(lm, PROMPTS[:1], ModelDrafter(useless()), **options).sequences
     for copied in (copy.deepcopy(lm), pickle.loads(pickle.dumps(lm))):
         assert stree.generate(copied, PROMPTS[:1], ModelDrafter(useless()), **options).sequences == expected
-
-
-def test_batches_of_other_sizes_share_the_time_of_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, 1e-4)
-    lm, drafter = clock.slow(patched(tiny_model("bamba")), 1.0), ModelDrafter(clock.slow(useless(), 5.0))
-    calls = []
-    for rows in (2, 3, 4):
-        prompts = random_texts(random.Random(0), [9] * rows)
-        out = stree.generate(lm, prompts, drafter, budget="auto", max_new_tokens=24, ignore_eos=True)
-        calls.append(out.stats["draft_calls"])
-    assert calls[0] > 0 and calls[1:] == [0, 0]

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 
-from stree.budget.controller import GAIN, SIZES, BudgetController, ProbeTime, StepHistory
+from stree.budget.controller import GAIN, PROBE_STEPS, SIZES, AcceptanceLevel, BudgetController, StepHistory
 
 TIMES = {1: 1.0, 8: 1.6, 16: 2.0, 32: 3.0, 64: 5.0}  # of a CPU, in plain steps
 GPU_TIMES = {1: 1.0, 8: 1.25, 16: 1.3, 32: 1.4, 64: 1.5}
@@ -73,7 +73,7 @@ def test_another_size_is_tried_for_several_steps() -> None:
     world, known = World(TIMES), history(TIMES, 0.1)
     world.run(BudgetController(SIZES, known), 0.1, 600)
     tries = [len(list(steps)) for plain, steps in groupby(world.chosen, lambda size: size == 1) if not plain]
-    assert tries and set(tries) == {3}
+    assert tries and set(tries) == {PROBE_STEPS}
 
 
 def test_a_text_that_is_no_longer_accepted_turns_drafting_off() -> None:
@@ -165,12 +165,9 @@ def test_a_batch_begins_with_plain_decoding_and_finds_out_whether_trees_pay(
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_kinds_of_steps_that_alternate_share_the_time_of_their_tries(is_shared: bool) -> None:
-    times, spent = {1: 1.0, 8: 4.0, 16: 6.0, 32: 9.0, 64: 15.0}, ProbeTime()
-    kinds = [StepHistory(spent=spent) if is_shared else StepHistory() for _ in range(8)]
-    controllers, world = [BudgetController(SIZES, known, 1) for known in kinds], World(times)
-    for _ in range(6):
-        for controller in controllers:
-            world.run(controller, 0.0, 10)
-    tried = sum(size > 1 for size in world.chosen)
-    assert (tried == 3) == is_shared and (tried >= 3 * len(kinds)) != is_shared
+def test_texts_whose_number_changes_keep_their_acceptance_level(is_shared: bool) -> None:
+    level, world = AcceptanceLevel(), World(TIMES)
+    world.run(BudgetController(SIZES, history(TIMES, 4.0), level=level), 4.0, 200)
+    known = StepHistory(history(TIMES, 0.0).seconds)  # times of another number of rows, nothing of texts
+    other = BudgetController(SIZES, known, 1, level if is_shared else None)
+    assert (other.current > 1) == is_shared
