@@ -6,6 +6,7 @@ Fresh forwards of prompt + path are the oracle; `test_families.py` runs fewer sh
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,17 @@ def test_a_state_takes_up_decay_rates_that_were_written_to_since_it_was_made(fam
         lm.prefill(state, tokens) if way == "prefill" else lm.extend(state, tokens)
     decoding.step([8, 8])
     decoding.score([8, 8])
+
+
+@DEFERS
+@EVERY
+def test_a_model_and_a_state_that_were_pickled_together_go_on(family: str, defers_commit: bool) -> None:
+    decoding = Decoding(tiny_model(family), [6, 9], defers_commit=defers_commit)
+    decoding.step([8, 8])
+    decoding.lm, state = pickle.loads(pickle.dumps((decoding.lm, decoding.state)))
+    other = decoding.held_by(state)
+    for _ in range(2):
+        other.step([8, 8])
 
 
 @EVERY
