@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from stree.models.layers.base import LayerSpec, LayerStack, Prefilled, Site
 from stree.tree import TokenTree
 
 __all__ = ["DecodeState", "recorded"]
+
+DERIVED = ("layers", "stack_tensors", "layer_tensors", "deferred", "deferred_rows")  # attributes made from the stacks
 
 _is_recorded: ContextVar[bool] = ContextVar("is_recorded", default=False)
 
@@ -101,6 +104,22 @@ class DecodeState:
         """Copy as ``clone`` does: a state of the same TreeLM without a pending tree."""
         return self.clone()
 
+    def __copy__(self) -> DecodeState:
+        """Return a state that shares every tensor."""
+        other = object.__new__(DecodeState)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the views of layers out of pickles, in which they would be tensors of their own."""
+        self.apply_deferred()
+        return {name: value for name, value in self.__dict__.items() if name not in DERIVED}
+
+    def __setstate__(self, values: dict[str, Any]) -> None:
+        """Make the views of layers again."""
+        self.__dict__.update(values)
+        self._set_stacks(self.stacks)
+
     @torch.inference_mode(False)
     def select(self, batch_indices: Tensor) -> DecodeState:
         """Copy some sequences into a new state, int[batch']; indices may repeat; a pending tree is left out.
@@ -114,8 +133,7 @@ class DecodeState:
             raise TypeError(f"batch_indices must be a list of integers, got {batch_indices!r:.80}") from None
         check_rows(rows, self.batch_size)
         self.apply_deferred()
-        other = object.__new__(DecodeState)
-        other.__dict__.update(self.__dict__)
+        other = copy(self)
         other.pending_tree = None
         other.lengths = self.lengths[rows.long()]
         other._set_stacks({spec: stack.select(rows.long()) for spec, stack in self.stacks.items()})

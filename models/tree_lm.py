@@ -184,6 +184,7 @@ class TreeLM(TreeScorer):
         check_sizes(chunk_size=self.chunk_size)
         tokens = self._checked(input_ids, hidden_layers)
         begin = min(max(sizes), self.chunk_size or max(sizes))
+        state.bind(self.mixers)  # weights may have been written to since the state was made
         try:
             logits, recorded = run_prompts(self, state, tokens, [min(size, begin) for size in sizes], hidden_layers)
             if begin < max(sizes):
@@ -265,6 +266,7 @@ class TreeLM(TreeScorer):
         self.check_current()
         sizes = check_extension(state, input_ids, lengths)
         tokens = self._checked(input_ids, hidden_layers)
+        state.bind(self.mixers)
         logits, recorded = self._run_behind(state, tokens, sizes, hidden_layers)
         return logits if hidden_layers is None else (logits, _joined(recorded, tokens.shape[1]))
 

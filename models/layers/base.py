@@ -136,9 +136,9 @@ class LayerStack:
             tensor.index_fill_(1, rows.to(tensor.device), 0)
 
     def write_row(self, row: int, other: Self) -> None:
-        """Copy in sequence ``row`` from a stack of batch 1."""
-        for (_, mine), (_, theirs) in zip(self.sequence_tensors(), other.sequence_tensors(), strict=True):
-            mine[:, row].copy_(theirs[:, 0])
+        """Copy in sequence ``row`` from a stack of batch 1, and the weights, which are the newer ones there."""
+        for (name, mine), (_, theirs) in zip(self.tensors(), other.tensors(), strict=True):
+            (mine if name in self.weights else mine[:, row]).copy_(theirs if name in self.weights else theirs[:, 0])
 
     @property
     def num_bytes(self) -> int:

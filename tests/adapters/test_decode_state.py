@@ -6,6 +6,7 @@ Fresh forwards of prompt + path are the oracle; `test_families.py` runs fewer sh
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.family_states import Decoding
+from helpers.tiny_family_models import family_model
 from helpers.tiny_models import (
     FAMILIES,
     TOLERANCE,
@@ -60,6 +62,37 @@ def test_ragged_prompts_of_a_float64_model_with_eager_attention_are_no_nan(famil
     model.set_attn_implementation("eager")
     decoding = Decoding(model, [7, 12, 2])
     assert max(decoding.prompt_error(), decoding.error(decoding.tree([6, 6, 6]))) < FLOAT32
+
+
+@pytest.mark.parametrize("way", ["prefill", "extend", "prefill_row"])
+@pytest.mark.parametrize("family", ["mamba2", "jamba"])
+def test_a_state_takes_up_decay_rates_that_were_written_to_since_it_was_made(family: str, way: str) -> None:
+    decoding = Decoding(family_model(family), [6, 6])
+    for model in (decoding.lm.model, decoding.model):
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("A_log"):
+                    parameter += 1
+    lm, state, tokens = decoding.lm, decoding.state, right_padded(decoding.texts)[0]
+    if way == "prefill_row":
+        lm.prefill_row(state, 0, tokens[:1])
+        lm.prefill_row(state, 1, tokens[1:])
+    else:
+        state.reset()
+        lm.prefill(state, tokens) if way == "prefill" else lm.extend(state, tokens)
+    decoding.step([8, 8])
+    decoding.score([8, 8])
+
+
+@DEFERS
+@EVERY
+def test_a_model_and_a_state_that_were_pickled_together_go_on(family: str, defers_commit: bool) -> None:
+    decoding = Decoding(tiny_model(family), [6, 9], defers_commit=defers_commit)
+    decoding.step([8, 8])
+    decoding.lm, state = pickle.loads(pickle.dumps((decoding.lm, decoding.state)))
+    other = decoding.held_by(state)
+    for _ in range(2):
+        other.step([8, 8])
 
 
 @EVERY
