@@ -1,6 +1,7 @@
 """The texts of a batch on the device: their tokens, where each ends, and what a step appends to them.
 
-On the CPU these are torch's operators, where Triton launches they are one launch; the values are the same.
+On a CPU this is numba's code, where Triton launches it is one launch, elsewhere torch's operators; the values are the
+same.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read, uses_triton
+from stree.kernels.dispatch import backend_of, host_can_read, module_of
 from stree.kernels.tiles import padded
 
 __all__ = ["Seen", "Texts", "emit", "unchecked_maxima"]
@@ -128,8 +129,11 @@ def emit(
         int64[batch, m + 3]: the tokens, how many of them count, the path's length, and 1 where the greatest logit of
         its last node is NaN, or +inf and may not be, else 0.
     """
-    if uses_triton(tokens):
-        return _emit_in_one(tokens, path, path_lengths, next_token, texts, highest, may_be_infinite=may_be_infinite)
+    backend = backend_of(tokens)
+    if backend != "reference":
+        run = _emit_in_one if backend == "triton" else module_of("stree.kernels.step.cpu").emit
+        report: Tensor = run(tokens, path, path_lengths, next_token, texts, highest, may_be_infinite=may_be_infinite)
+        return report
     place = torch.arange(path.shape[1], device=path.device)
     length, before = path_lengths.long()[:, None], texts.lengths[:, None]
     following = next_token[:, None]

@@ -218,8 +218,8 @@ def _has_branches(tree: TokenTree) -> bool:
 
 
 def _check_values(tree: TokenTree, target_logits: Tensor, sampling: AnySampling, draft: DraftProbs | None) -> None:
-    is_usable = sampling.has_distribution(target_logits) | tree.is_padding
-    if not bool(is_usable.all()):
+    is_usable = sampling.has_distribution(target_logits)
+    if not is_usable.all() and not (is_usable := is_usable | tree.is_padding).all():
         nodes = (~is_usable).nonzero().tolist()
         kind = "NaN" if bool(target_logits[tuple(nodes[0])].isnan().any()) else "infinite"
         raise ValueError(f"the target's logits are {kind} at (row, node) {nodes[:4]}")

@@ -9,7 +9,8 @@ Run: TRITON_INTERPRET=1 python -m pytest tests/operations/test_step_bookkeeping.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -77,10 +78,13 @@ def test_what_is_emitted_is_the_same(seed: int, batch: int, n: int, m: int, stop
     found = texts_of_step._emit_in_one(
         moved[0], moved[1], moved[2], moved[3], known, on_device(highest), may_be_infinite=may_be_infinite
     )
-    wanted = emit(tokens, path, lengths, following, texts, highest, may_be_infinite=may_be_infinite)
-    assert torch.equal(found.cpu(), wanted)
-    for field in WRITTEN:
-        assert torch.equal(getattr(known, field.name).cpu(), getattr(texts, field.name)), field.name
+    by_numba = replace(texts, **{field.name: getattr(texts, field.name).clone() for field in WRITTEN})
+    compiled = emit(tokens, path, lengths, following, by_numba, highest, may_be_infinite=may_be_infinite)
+    with as_on_device(triton=False):
+        wanted = emit(tokens, path, lengths, following, texts, highest, may_be_infinite=may_be_infinite)
+    assert torch.equal(found.cpu(), wanted) and torch.equal(compiled, wanted)
+    for field, other in product(WRITTEN, (known, by_numba)):
+        assert torch.equal(getattr(other, field.name).cpu(), getattr(texts, field.name)), field.name
     for row, (old, length, count) in enumerate(zip(*(one.tolist() for one in before), wanted[:, m], strict=True)):
         expected = [*old[: length + 1], *wanted[row, :count].tolist(), *old[length + 1 + count :]]
         assert texts.tokens[row].tolist() == expected and int(texts.lengths[row]) == length + count
