@@ -31,6 +31,7 @@ from stree.models.native import config_of_native, is_native, load_native
 __all__ = ["load_config", "load_model", "raw_config", "reason_of", "torch_device", "torch_dtype", "weights_digest"]
 
 VALUES = 64  # of a tensor, that are hashed
+MOST_MTP_LAYERS = 1000
 BAD_CONFIG = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError)
 
 
@@ -47,7 +48,9 @@ def load_config(name_or_path: str | Path, *, trust_remote_code: bool = False) ->
             return config_of_native(raw)
         if (sizes := mixer_sizes(name_or_path, raw)) is not None:
             return config_of_hybrid(raw, sizes)
-        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
+        _check_num_mtp_layers(config)
+        return config
     except NotImplementedError:
         raise
     except BAD_CONFIG as error:
@@ -102,6 +105,15 @@ def load_model(
             f"device_map {device_map!r} offloads layers, which trees cannot use; keep them in memory"
         )
     return model if placed != {"device_map": None} else model.to(device)
+
+
+def _check_num_mtp_layers(config: Any) -> None:
+    """Refuse a number of MTP layers that transformers cannot list; of other families it reads none or checks it."""
+    number = getattr(config, "num_mtp_layers", 0) if config.model_type == "bailing_hybrid" else 0
+    if not isinstance(number, int) or number > MOST_MTP_LAYERS:
+        raise ValueError(
+            f"num_nextn_predict_layers must be an integer of at most {MOST_MTP_LAYERS}, got {number!r:.80}"
+        )
 
 
 def _reader(name_or_path: str | Path, raw: Mapping[str, Any]) -> Callable[[], Any] | None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, LlamaForCausalLM, Qwen3ForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from stree.models.heads.causal import CausalHead
 from stree.models.heads.refinements import Fusion, refinement_of
@@ -22,9 +24,8 @@ from stree.models.heads.weights import assign, draft_tokens, read_tensors
 from stree.models.hidden_states import FINAL_NORM, check_hidden_layers
 from stree.models.tree_lm import TreeLM
 
-__all__ = ["EagleFusion", "EagleProjection", "check_sizes", "load_eagle3", "read_layers"]
+__all__ = ["EagleFusion", "EagleProjection", "Qwen3EagleLayer", "check_sizes", "load_eagle3", "read_layers"]
 
-MODELS: dict[str, Any] = {"llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM}
 LAYER_NAMES = re.compile(r"^(midlayer|layers\.0)\.")
 
 
@@ -58,28 +59,46 @@ class EagleProjection(nn.Module):
         return projected
 
 
-def first_layer(kind: Any, config: Any, *, norm_before_residual: bool) -> nn.Module:
-    """Make the first layer from a transformers decoder layer class, with projections of twice the width."""
+class EagleLayer(nn.Module):
+    """The first layer, a decoder layer of transformers with projections of twice the width."""
 
-    class EagleLayer(kind):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(config, 0)
-            self.hidden_norm = type(self.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps)
-            attention = self.self_attn
-            for name in ("q_proj", "k_proj", "v_proj"):
-                part = getattr(attention, name)
-                wide = nn.Linear(2 * config.hidden_size, part.out_features, bias=part.bias is not None)
-                setattr(attention, name, wide)
+    input_layernorm: Any
+    self_attn: Any
+    post_attention_layernorm: Any
+    mlp: Any
 
-        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-            embeddings, residual = hidden_states.chunk(2, -1)
-            normed = self.hidden_norm(residual)
-            attended = self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **kwargs)[0]
-            residual = (normed if norm_before_residual else residual) + attended
-            out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
-            return out
+    def __init__(self, config: Any, *, norm_before_residual: bool) -> None:
+        super().__init__(config, 0)
+        self.hidden_norm = type(self.input_layernorm)(config.hidden_size, eps=config.rms_norm_eps)
+        attention = self.self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):
+            part = getattr(attention, name)
+            wide = nn.Linear(2 * config.hidden_size, part.out_features, bias=part.bias is not None)
+            setattr(attention, name, wide)
+        self._norm_before_residual = norm_before_residual
 
-    return EagleLayer()
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Run the layer on float[batch, n, 2 x hidden], the embeddings first."""
+        embeddings, residual = hidden_states.chunk(2, -1)
+        normed = self.hidden_norm(residual)
+        attended = self.self_attn(torch.cat([self.input_layernorm(embeddings), normed], -1), **kwargs)[0]
+        residual = (normed if self._norm_before_residual else residual) + attended
+        out: Tensor = residual + self.mlp(self.post_attention_layernorm(residual))
+        return out
+
+
+class LlamaEagleLayer(EagleLayer, LlamaDecoderLayer):  # type: ignore[misc]
+    """Of Llama's."""
+
+
+class Qwen3EagleLayer(EagleLayer, Qwen3DecoderLayer):  # type: ignore[misc]
+    """Of Qwen3's."""
+
+
+# By the model_type of a head's layers.
+MODELS: dict[str, tuple[Any, type[EagleLayer]]] = {
+    "llama": (LlamaForCausalLM, LlamaEagleLayer), "qwen3": (Qwen3ForCausalLM, Qwen3EagleLayer),
+}  # fmt: skip
 
 
 def load_eagle3(target: TreeLM, source: str | Path, published: Mapping[str, Any]) -> CausalHead:
@@ -162,10 +181,11 @@ def _modules(
     options = {**published, **published.get("eagle_config", {})}
     shares_head = draft_ids is None and "lm_head.weight" not in tensors
     with torch.device("meta"):
-        model = MODELS[config.model_type](copy.copy(config))
-        base = model.model
-        kind, norm = type(base.layers[0]), type(base.norm)
-        base.layers[0] = first_layer(kind, model.config, norm_before_residual=bool(options.get("norm_before_residual")))
+        model_class, layer_class = MODELS[config.model_type]
+        model = model_class(copy.copy(config))
+        base, norm = model.model, type(model.model.norm)
+        is_normed = bool(options.get("norm_before_residual"))
+        base.layers[0] = layer_class(model.config, norm_before_residual=is_normed)
         if draft_ids is not None:
             model.lm_head = nn.Linear(config.hidden_size, len(draft_ids), bias=False)
         projection = EagleProjection(count, config.hidden_size, config, options, norm)

@@ -56,11 +56,13 @@ class Layout:
         renamed: pairs of a pattern of the rest of a name and its replacement: ``fusion.*`` for ``MtpFusion``, else a
             tensor of the model of these layers.
         changes: of the target's config, for a number of layers.
+        field: of the target's config, which lists the kinds of these layers; None where all are of one kind.
     """
 
     prefix: str
     renamed: tuple[tuple[str, str], ...]
     changes: Callable[[Any, int], dict[str, Any]]
+    field: str | None = None
 
 
 def _attention_layers(_: Any, num_layers: int) -> dict[str, Any]:
@@ -101,6 +103,7 @@ LAYOUTS = {
         "mtp.",
         (*EH_NAMES, (r"layers\.\d+\.final_layernorm\.", "norm_f.")),
         lambda config, _: {"layers_block_type": list(config.mtp_layers_block_type)},
+        "mtp_layers_block_type",
     ),
     "bailing_hybrid": Layout(
         "layers.{num_hidden_layers}.",
@@ -130,7 +133,7 @@ def mtp_files(config: Any, source: str | Path) -> dict[str, str]:
 
 
 def load_mtp(target: TreeLM, source: str | Path | None = None) -> CausalHead:
-    """Load the MTP layers of a target's checkpoint.
+    """Load the MTP layers of a target's checkpoint; their shapes alone where the target is on the meta device.
 
     Args:
         target: the head shares its embedding and output head.
@@ -179,18 +182,22 @@ def _head(
     """Make a head of a model class's layers with tensors of a layout, named without its prefix."""
     named = {_renamed(name, layout): value.to(target.dtype) for name, value in tensors.items()}
     named = fused_experts(named)
-    layers = {int(name.split(".")[1]) for name in named if name.startswith("layers.")}
+    layers = {match[1] for name in named if (match := re.match(r"layers\.(\d+)\.", name))}
     config = copy.deepcopy(config)
     for name, value in layout.changes(config, len(layers)).items():
         setattr(config, name, value)
-    model = _model_of(target, kind, config)
+    by = "" if layout.field is None else f" with {layout.field} {getattr(config, layout.field)}"
+    model = _model_of(target, kind, config, by)
     norm = next(child for name, child in model.base_model.named_children() if name in ("norm", "norm_f"))
     with torch.device("meta"):
         refined = refinement(config)
     fusion = MtpFusion(config.hidden_size, lambda: copy.deepcopy(norm), refined)
     parts = nn.ModuleDict({"fusion": fusion, "base": model.base_model})
     placed = {name if name.startswith("fusion.") else f"base.{name}": value for name, value in named.items()}
-    assign(parts, placed, f"checkpoint {str(source)!r} of MTP layers")
+    shared = model.get_input_embeddings().weight
+    if shared.is_meta:  # else `assign` sees that it has values
+        placed |= {name: weight for name, weight in parts.named_parameters() if weight is shared}
+    assign(parts, placed, f"checkpoint {str(source)!r} of MTP layers{by}")
     base = model.base_model
     if hasattr(base, "rotary_emb"):  # its buffers are not in the checkpoint
         base.rotary_emb = type(base.rotary_emb)(config=config).to(target.device)
@@ -217,14 +224,18 @@ def _renamed(name: str, layout: Layout) -> str:
     return name
 
 
-def _model_of(target: TreeLM, kind: Any, config: Any) -> Any:
-    """Make a causal language model without weights but for the target's embedding and output head."""
+def _model_of(target: TreeLM, kind: Any, config: Any, by: str) -> Any:
+    """Make a causal language model without weights but for the target's embedding and output head.
+
+    ``by`` names the entry of the config that decides its layers in errors.
+    """
     try:
         with torch.device("meta"):
             model = kind(config).requires_grad_(False)
     except Exception as error:  # a damaged config raises whatever it meets in transformers
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"transformers makes no MTP layers of this config of {config.model_type}: {reason}") from error
+        what = f"this config of {config.model_type}{by}"
+        raise ValueError(f"transformers makes no MTP layers of {what}: {reason}") from error
     model.set_input_embeddings(target.model.get_input_embeddings())
     model.set_output_embeddings(target.model.get_output_embeddings())
     model.generation_config = target.model.generation_config

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from stree.kernels.topology import most_nodes
 from stree.models.heads.causal import CausalHead
@@ -30,7 +31,7 @@ from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
 from stree.tree import TokenTree
 
-__all__ = ["RankHead", "SlotFusion", "SpecBlockHead", "load_specblock", "published_name", "shifted_layer"]
+__all__ = ["RankHead", "ShiftedLayer", "SlotFusion", "SpecBlockHead", "load_specblock", "published_name"]
 
 NUM_RANKED, NUM_FEATURES = 20, 15  # logits that the rank head reads, and what it computes of them
 WIDTH = 256  # of the rank head
@@ -90,23 +91,27 @@ class RankHead(nn.Sequential):
         return classes
 
 
-def shifted_layer(layer: nn.Module, config: Any, index: int, num_slots: int) -> nn.Module:
-    """Make a layer like a transformers decoder layer that reads the slot before each one, too; slot 0 reads itself."""
-    kind: Any = type(layer)
+class ShiftedLayer(LlamaDecoderLayer):  # type: ignore[misc]
+    """A layer that reads the slot before each one, too; slot 0 reads itself.
 
-    class ShiftedLayer(kind):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(config, index)
-            self.shift_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+    Args:
+        config: of the layers.
+        index: of this one.
+        num_slots: of a block.
+    """
 
-        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-            slots = hidden_states.unflatten(1, (-1, num_slots))
-            before = torch.cat([slots[:, :, :1], slots[:, :, :-1]], 2).flatten(1, 2)
-            shifted = self.shift_proj(torch.cat([hidden_states, before], -1))
-            out: Tensor = super().forward(shifted, **kwargs)
-            return out
+    def __init__(self, config: Any, index: int, num_slots: int) -> None:
+        super().__init__(config, index)
+        self.shift_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self._num_slots = num_slots
 
-    return ShiftedLayer()
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+        """Run the layer on float[batch, n * slots, hidden]."""
+        slots = hidden_states.unflatten(1, (-1, self._num_slots))
+        before = torch.cat([slots[:, :, :1], slots[:, :, :-1]], 2).flatten(1, 2)
+        shifted = self.shift_proj(torch.cat([hidden_states, before], -1))
+        out: Tensor = super().forward(shifted, **kwargs)
+        return out
 
 
 class SpecBlockHead(CausalHead):
@@ -221,7 +226,7 @@ def load_specblock(target: TreeLM, source: str | Path, published: Mapping[str, A
         model = LlamaForCausalLM(config)
         model.lm_head = nn.Linear(config.hidden_size, len(draft_ids), bias=False)
         for index in range(1, config.num_hidden_layers):
-            model.model.layers[index] = shifted_layer(model.model.layers[index], model.config, index, num_slots)
+            model.model.layers[index] = ShiftedLayer(model.config, index, num_slots)
         projection = nn.ModuleDict({"fc": nn.Linear(len(layers) * width, config.hidden_size, bias=False)})
         fusion, rank_head = SlotFusion(config, num_slots), RankHead(config.hidden_size, num_classes)
     model.requires_grad_(False)

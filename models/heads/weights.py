@@ -61,6 +61,8 @@ def read_index(source: str | Path) -> dict[str, Any] | None:
 def read_tensors(source: str | Path, is_wanted: Callable[[str], bool], device: str) -> dict[str, Tensor]:
     """Read the tensors of a checkpoint whose names are wanted; only the files that hold them are opened.
 
+    On the device "meta", only their shapes are read.
+
     Raises:
         ValueError: a file is missing, or cannot be read.
     """
@@ -70,12 +72,14 @@ def read_tensors(source: str | Path, is_wanted: Callable[[str], bool], device: s
         path = checkpoint_file(source, file)
         if path is None:
             raise ValueError(f"checkpoint {str(source)!r} lacks {file}, which its index names")
-        with _opened(path, device) as shard:
+        is_empty = device == "meta"
+        with _opened(path, "cpu" if is_empty else device) as shard:
             held = {*shard.keys()}
             for name in (name for name, place in names.items() if place == file):
                 if name not in held:
                     raise ValueError(f"{file} of checkpoint {str(source)!r} lacks {name}, which the index places there")
-                tensors[name] = shard.get_tensor(name)
+                shape = shard.get_slice(name).get_shape() if is_empty else None
+                tensors[name] = shard.get_tensor(name) if shape is None else torch.empty(shape, device=device)
     return tensors
 
 

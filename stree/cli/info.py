@@ -112,11 +112,15 @@ def _info(arguments: argparse.Namespace) -> int:
     config = load_config(locate(arguments.model, "target"), trust_remote_code=arguments.trust_remote_code)
     own = getattr(config, "dtype", None) or torch.float32
     dtype = torch_dtype(own if arguments.dtype == "auto" else arguments.dtype)
+    source, trusted = locate(arguments.model, "target"), arguments.trust_remote_code
     report = {
         "model": arguments.model,
-        **describe_model(config, dtype, trust_remote_code=arguments.trust_remote_code),
-        "mtp_parameters": _mtp_parameters(config_of_text_model(config), locate(arguments.model, "target")),
+        **describe_model(config, dtype, trust_remote_code=trusted),
+        "mtp_parameters": _mtp_parameters(config_of_text_model(config), source),
+        "mtp_reason": None,
     }
+    if report["is_supported"] and report["mtp_parameters"]:
+        report["mtp_reason"] = _mtp_reason(config, dtype, source, trust_remote_code=trusted)
     sys.stdout.write((json.dumps(report) if arguments.json else _page(report)) + "\n")
     return 0
 
@@ -168,6 +172,19 @@ def _mtp_parameters(config: Any, source: str) -> int | None:
     return count_parameters(source, names) if names else None
 
 
+def _mtp_reason(config: Any, dtype: Any, source: str, *, trust_remote_code: bool) -> str | None:
+    """Say why the MTP layers of a checkpoint cannot be loaded, by their shapes alone; None where they can be."""
+    from stree.models.heads.mtp import load_mtp
+    from stree.models.state_size import empty_model
+    from stree.models.tree_lm import TreeLM
+
+    try:
+        load_mtp(TreeLM(empty_model(config, dtype, trust_remote_code=trust_remote_code)), source)
+    except (NotImplementedError, ValueError) as error:
+        return str(error)
+    return None
+
+
 def _page(report: dict[str, Any]) -> str:
     """Lay a report out as text."""
     lines = {"model": report["model"], "family": report["family"]}
@@ -190,8 +207,9 @@ def _page(report: dict[str, Any]) -> str:
         f"kept for at most {graphs['decode_steps']} kinds of batch, {graphs['graphs_per_decode_step']} graphs each; "
         f"{_size(graphs['state_bytes'])} a sequence of {graphs['max_length']:,} tokens and {graphs['max_nodes']} nodes"
     )
-    mtp = report["mtp_parameters"]
-    lines["MTP layers"] = "none" if mtp is None else f"{mtp:,} parameters; --drafter mtp"
+    mtp, reason = report["mtp_parameters"], report["mtp_reason"]
+    use = f"not loaded: {reason}" if reason else "--drafter mtp"
+    lines["MTP layers"] = "none" if mtp is None else f"{mtp:,} parameters; {use}"
     lines["supported"] = "yes"
     return _aligned(lines)
 

@@ -31,9 +31,9 @@ class Generator:
             compute=ray.data.ActorPoolStrategy(size=4), num_gpus=1, batch_size=32,
         )
 
-    A row has the columns that ``stree.integrations.batch_rows.request_of`` reads; of the others none is changed.  The
-    columns ``text``, ``token_ids``, ``finish_reason``, ``num_new_tokens`` and ``reason`` are added; ``reason`` says why
-    a row cannot be run, where the others are null.
+    A row has the columns that ``stree.integrations.batch_rows.request_of`` reads; of the others none is changed.
+    Added, or replaced, are ``text``, ``token_ids``, ``finish_reason``, ``num_new_tokens`` and ``reason``, which says
+    why a row cannot be run, where the others are null.
 
     Args:
         target: the folder or hub id of a model, or a function that loads a ``RowGenerator``.
@@ -61,10 +61,11 @@ class Generator:
         self.generator.check()
 
     def __call__(self, batch: Any) -> Any:
-        """Generate for the rows of a batch, an Arrow table or a dict of arrays; return it with the columns added."""
+        """Generate for the rows of an Arrow table, a dict of arrays or a pandas frame; return it with the columns."""
+        if hasattr(batch, "itertuples"):
+            batch = {name: batch[name].to_numpy() for name in batch}
         rows = _rows(batch)
-        results: list[dict[str, Any]] = [{} for _ in rows]
-        requests: list[tuple[int, dict[str, Any]]] = []
+        results, requests = [dict[str, Any]() for _ in rows], list[tuple[int, dict[str, Any]]]()
         for place, row in enumerate(rows):
             try:
                 requests.append((place, request_of(row)))
@@ -236,7 +237,6 @@ def check_ray() -> None:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        import ray
         import ray.data  # noqa: F401
     except ImportError as error:
         raise RuntimeError(f"stree batch needs Ray: pip install 'stree[ray]' ({error})") from error
@@ -294,6 +294,7 @@ def _with_columns(batch: Any, columns: Mapping[str, list[Any]]) -> Any:
     arrays = {name: pyarrow.array(column, types.get(name, pyarrow.string())) for name, column in columns.items()}
     if isinstance(batch, dict):
         return batch | arrays
+    kept = [place for place, name in enumerate(batch.column_names) if name not in arrays]
     for name, array in arrays.items():
         batch = batch.append_column(name, array)
-    return batch
+    return batch.select([*kept, *range(batch.num_columns - len(arrays), batch.num_columns)])

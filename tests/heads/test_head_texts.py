@@ -5,6 +5,7 @@ Run: python -m pytest tests/heads/test_head_texts.py
 
 from __future__ import annotations
 
+import pickle
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -31,11 +32,11 @@ from stree.sampling import Sampling
 def pair(family: str, kind: str) -> tuple[stree.TreeLM, Any]:
     if kind == "mtp":
         return target_and_head(family)
-    if kind == "diffusion":
+    if kind in ("diffusion", "eagle3"):
         lm, folder = tiny_target(family), Path(mkdtemp())
         new_head(lm, kind, 0).save(folder)
         head: Any = stree.heads.load(folder, lm)
-        return lm, head.with_steps(2)
+        return lm, head.with_steps(2) if kind == "diffusion" else head
     return target_and_slot_head(family) if kind == "specblock" else target_and_block_head(family, kind)
 
 
@@ -165,6 +166,14 @@ def test_tokens_that_a_head_cannot_keep_are_refused() -> None:
             HeadDrafter(head, vocab=kept)
     with pytest.raises(NotImplementedError, match="selector"):
         HeadDrafter(target_and_block_head("llama", "dflash2")[1], vocab=[1, 2])
+
+
+@pytest.mark.parametrize("kind", slow_unless("eagle3".__eq__, ["mtp", "eagle3", "dflash", "specblock", "diffusion"]))
+def test_a_pickled_drafter_drafts_as_before(kind: str) -> None:
+    families = {"mtp": "qwen3_next", "dflash": "llama", "specblock": "bamba"}
+    lm, head = pair(families.get(kind, "mamba2"), kind)
+    expected, found = (generate(lm, one) for one in (HeadDrafter(head), pickle.loads(pickle.dumps(HeadDrafter(head)))))
+    assert found.sequences == expected.sequences and found.stats["tau"] == expected.stats["tau"]
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dflash", "specblock"])

@@ -6,6 +6,7 @@ Run: python -m pytest tests/heads/test_mtp.py
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,12 @@ BROKEN: dict[str, tuple[Any, str]] = {
         lambda folder: without(folder, lambda name: name == "mtp.fc.weight"),
         r"must have fusion.fc.weight",
     ),
+    "name without a number": (
+        lambda folder: save_file(
+            load_file(folder / "model.safetensors") | {"mtp.layers.x": torch.ones(1)}, folder / "model.safetensors"
+        ),
+        "must have layers.x not at all",
+    ),
     "truncated": (
         lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-100]),
         "cannot be read as safetensors",
@@ -149,8 +156,20 @@ def test_a_checkpoint_without_whole_layers_is_refused(name: str, tmp_path: Path)
 def test_layers_of_a_kind_that_the_family_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_and_head("nemotron_h")[0]
     monkeypatch.setattr(target.model.config, "mtp_layers_block_type", ["*", "E"])
-    with pytest.raises(ValueError, match=r"makes no MTP layers of this config of nemotron_h: KeyError: '\*'"):
+    with pytest.raises(ValueError, match=r"no MTP layers of .* with mtp_layers_block_type .*: KeyError: '\*'"):
         load_mtp(target)
+    monkeypatch.setattr(target.model.config, "mtp_layers_block_type", ["moe", "full_attention"])
+    with pytest.raises(ValueError, match=r"with mtp_layers_block_type \['moe', 'full_attention'\] must have layers"):
+        load_mtp(target)
+
+
+@pytest.mark.parametrize("number", ["two", None, 10**12])
+def test_a_number_of_layers_that_cannot_be_listed_is_refused_by_its_name(number: Any, tmp_path: Path) -> None:
+    folder = save_with_mtp(tmp_path, "bailing_hybrid")
+    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": number}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"num_nextn_predict_layers must be an integer of at most .*, got {number!r}"):
+        stree.TreeLM.from_pretrained(folder, "cpu")
 
 
 def test_layers_of_other_sizes_and_families_are_refused(tmp_path: Path) -> None:
@@ -162,6 +181,22 @@ def test_layers_of_other_sizes_and_families_are_refused(tmp_path: Path) -> None:
     new_head(target_and_head()[0], "mtp", 0).save(tmp_path)
     with pytest.raises(ValueError, match="must have hidden_size 48, the target's, got 32"):
         stree.heads.load(tmp_path, stree.TreeLM(built("qwen3_next", hidden_size=48)))
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_info_says_whether_the_layers_can_be_loaded(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_with_mtp(tmp_path, family)
+    assert main(["info", str(tmp_path)]) == 0
+    assert "parameters; --drafter mtp\n" in capsys.readouterr().out
+    norm = f"{LAYOUTS[family][2]}.weight"
+    without(tmp_path, norm.__eq__)
+    assert main(["info", str(tmp_path)]) == 0
+    reason = re.search(r"parameters; not loaded: (.* must have .* differ\))\n", capsys.readouterr().out)
+    with pytest.raises(ValueError, match=re.escape(reason[1] if reason else "")):
+        load_mtp(stree.TreeLM.from_pretrained(tmp_path, "cpu"))
+    assert reason is not None
 
 
 def test_the_command_line_names_the_layers_and_drafts_with_them(

@@ -13,6 +13,7 @@ from helpers.tiny_pairs import byte_fallback, writing_model
 
 from stree.drafters import SuffixDrafter
 from stree.integrations.batch_generate import RowGenerator
+from stree.integrations.ray import Generator
 
 
 @pytest.fixture(scope="module")
@@ -50,3 +51,20 @@ def test_the_text_of_a_row_does_not_hold_its_stop_string(generator: RowGenerator
 def test_a_stop_string_of_a_row_does_not_begin_in_its_prompt(generator: RowGenerator) -> None:
     rows = [{"prompt": "x\n", "stop": ["\nob"]}, {"prompt": "xa", "stop": ["ab"]}, {"prompt": "xa", "stop": ["bc"]}]
     assert [text for text, _ in texts(generator, *rows)] == ["obcuser", "bcuser", ""]
+
+
+@pytest.mark.parametrize("kind", ["table", "arrays", "frame"])
+def test_a_column_of_a_result_s_name_is_replaced(generator: RowGenerator, kind: str) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    batch = pyarrow.table({"text": ["before", "before"], "prompt": ["a", ""], "label": [5, 6]})
+    if kind == "arrays":
+        batch = {name: batch[name].to_numpy() for name in batch.column_names}
+    elif kind == "frame":
+        pytest.importorskip("pandas")
+        batch = batch.to_pandas()
+    found = Generator(lambda: generator)(batch)
+    columns = found if isinstance(found, dict) else found.to_pydict()
+    names = [*found] if isinstance(found, dict) else found.column_names
+    assert sorted(names) == ["finish_reason", "label", "num_new_tokens", "prompt", "reason", "text", "token_ids"]
+    assert [str(text) for text in columns["text"]] == ["ж日bcuser", "None"]
+    assert [*columns["label"]] == [5, 6]

@@ -13,7 +13,7 @@ from stree.distill.heads.network import HeadNetwork, layer_config, published
 from stree.distill.heads.recipe import PLAIN, Recipe
 from stree.distill.training import mean_over_rows
 from stree.models.families import cache_argument
-from stree.models.heads.eagle3 import EagleFusion, EagleProjection, first_layer
+from stree.models.heads.eagle3 import EagleFusion, EagleProjection, Qwen3EagleLayer
 from stree.models.heads.mtp import MtpFusion
 from stree.models.heads.refinements import KEY, Fusion
 from stree.models.hidden_states import FINAL_NORM
@@ -127,7 +127,7 @@ def new_eagle3(target: TreeLM, seed: int, recipe: Recipe = PLAIN) -> CausalNetwo
         torch.manual_seed(seed)
         parts = _layers(config)
         layers: Any = parts["layers"]
-        layers.layers[0] = first_layer(type(layers.layers[0]), layers.config, norm_before_residual=False)
+        layers.layers[0] = Qwen3EagleLayer(layers.config, norm_before_residual=False)
         parts["projection"] = EagleProjection(len(hidden_layers), hidden, config, {}, nn.RMSNorm)
         parts["fusion"] = EagleFusion(recipe.refinement(config))
     prefixes = {"layers.": "", "norm.": "norm.", "projection.": "", "fusion.refinement.": "refinement."}

@@ -24,7 +24,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from stree.distill.heads.network import HeadNetwork, divergence_of_rows, layer_config
 from stree.distill.training import mean_over_rows
 from stree.models.families import cache_argument
-from stree.models.heads.specblock import NUM_RANKED, RankHead, SlotFusion, published_name, shifted_layer
+from stree.models.heads.specblock import NUM_RANKED, RankHead, ShiftedLayer, SlotFusion, published_name
 from stree.models.tree_lm import TreeLM
 
 __all__ = ["SpecBlockNetwork", "new_specblock", "rank_labels", "rank_loss"]
@@ -42,7 +42,7 @@ class SpecBlockNetwork(HeadNetwork):
         super().__init__(target, hidden_layers, about)
         small: Any = LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), "vocab_size": 1})).model
         for index in range(1, config.num_hidden_layers):
-            small.layers[index] = shifted_layer(small.layers[index], small.config, index, NUM_SLOTS)
+            small.layers[index] = ShiftedLayer(small.config, index, NUM_SLOTS)
         self.norm, small.norm, small.embed_tokens = small.norm, nn.Identity(), nn.Identity()
         self.base, self.fusion = small, SlotFusion(config, NUM_SLOTS)
         self.projection = nn.ModuleDict(
