@@ -19,6 +19,7 @@ from torch import Tensor
 from stree.checks import check_one_of
 from stree.distributions import Distributions, per_row
 from stree.kernels.ops import philox_uniform
+from stree.kernels.sampling.inversion import invert
 
 __all__ = ["MAX_RANKS", "AnySampling", "BatchSampling", "Random", "Sampling"]
 
@@ -256,15 +257,10 @@ class Random:
             int64[batch, ...]; an index of probability zero only if all are zero.
         """
         _check_tensor("probs", probs, is_float=True)
-        cumulative = probs.cumsum(-1, dtype=torch.float64)
-        total = cumulative[..., -1:]
         uniform = self.uniform(purpose, offset, node)
         if probs.dim() > 1 and uniform.shape != probs.shape[:-1]:
             raise ValueError(f"offset and node must be of shape {[*probs.shape[:-1]]} of probs, got {[*uniform.shape]}")
-        level = uniform.unsqueeze(-1) * total
-        level = torch.minimum(level, torch.nextafter(total, torch.zeros_like(total)))  # the product may round up
-        index = torch.searchsorted(cumulative, level, right=True).squeeze(-1)
-        return index.clamp_(max=probs.shape[-1] - 1) * (total.squeeze(-1) > 0)
+        return invert(probs, uniform)
 
     def bernoulli(self, purpose: str, probs: Tensor, offset: Tensor, node: Tensor | int = 0) -> Tensor:
         """Draw bool[batch, ...], True with probability ``probs``, float[batch, ...]."""

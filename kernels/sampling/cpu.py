@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stree.kernels.cpu_jit import compiled, inner
 
-__all__ = ["draw_distinct", "philox_uniform"]
+__all__ = ["draw_distinct", "invert", "philox_uniform"]
 
 BLOCK = 256  # tokens that are summed together
 
@@ -61,6 +61,30 @@ def _uniform(position: Array, sequence: Array, node: Array, purpose: np.uint64, 
             k0, k1 = (k0 + np.uint64(0x9E3779B9)) & word, (k1 + np.uint64(0xBB67AE85)) & word
         bits = (c0 >> np.uint64(5)) * np.uint64(1 << 26) + (c1 >> np.uint64(6))
         numbers[at] = np.float64(bits) * 2.0**-53
+
+
+def invert(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Return tokens at shares of cumulative sums; see `stree.kernels.sampling.inversion`."""
+    wide = probs.detach() if probs.itemsize > 2 else probs.detach().float()
+    index = torch.empty(uniform.shape, dtype=torch.long)
+    _invert(*_rows_of(wide.contiguous()), uniform.reshape(-1).numpy(), index.view(-1).numpy())
+    return index
+
+
+@compiled(nogil=True)
+def _invert(probs: Array, uniform: Array, index: Array) -> None:
+    """Write the first token whose cumulative sum exceeds the share of the total; 0 where that is 0."""
+    for row in range(len(probs)):
+        total = 0.0
+        for token in range(probs.shape[1]):
+            total += np.float64(probs[row, token])
+        level, at, found = min(uniform[row] * total, np.nextafter(total, 0.0)), 0.0, 0
+        while total > 0 and found < probs.shape[1] - 1:
+            at += np.float64(probs[row, found])
+            if at > level:
+                break
+            found += 1
+        index[row] = found
 
 
 def _rows_of(*tensors: Tensor) -> list[Array]:
