@@ -27,7 +27,7 @@ from stree.budget.policy import AutoBudget, BudgetPolicy
 __all__ = ["TITLES", "cells", "records", "simulate"]
 
 BUDGETS = ("plain", "tree:8", "tree:16", "auto")
-TITLES = ("clock", "requests/s", *(f"{budget}, ms a token" for budget in BUDGETS), "auto over the best")
+TITLES = ("machine", "requests/s", *(f"{budget}, ms a token" for budget in BUDGETS), "auto over the best")
 ROWS = 8  # texts at once
 TOKENS = 64  # of a text
 REQUESTS = 144  # of a load
@@ -36,13 +36,16 @@ Policies = Callable[[int], BudgetPolicy]  # by the number of texts
 
 
 @dataclass(slots=True)
-class Clock:
-    """Seconds of a step: of plain decoding a constant and a part for each row, of trees for each node of each row.
+class StepTimes:
+    """Seconds of a step.
 
     Attributes:
-        plain, row, tree, node: those.
-        unread: more for each text whose prompt the draft model has not read.
-        missed: more where it missed tokens of any text.
+        plain: of plain decoding.
+        row: beside it for each text.
+        tree: of a step with trees.
+        node: beside it for each node of each text.
+        unread: for each text whose prompt the draft model has not read before.
+        missed: where it has missed tokens of any other text.
         is_padded: whether the batch always has ROWS rows.
     """
 
@@ -60,9 +63,9 @@ class Clock:
         return self.plain + self.row * rows if nodes == 1 else self.tree + self.node * rows * nodes
 
 
-CLOCKS = {
-    "cpu": Clock(5.6e-3, 0.45e-3, 9.5e-3, 0.33e-3, 4.5e-3, 6e-3, is_padded=False),
-    "gpu": Clock(2.4e-3, 0.05e-3, 4.0e-3, 0.006e-3, 4.5e-3, 4.5e-3, is_padded=True),
+MACHINES = {
+    "cpu": StepTimes(5.6e-3, 0.45e-3, 9.5e-3, 0.33e-3, 4.5e-3, 6e-3, is_padded=False),
+    "gpu": StepTimes(2.4e-3, 0.05e-3, 4.0e-3, 0.006e-3, 4.5e-3, 4.5e-3, is_padded=True),
 }
 
 
@@ -99,7 +102,7 @@ def emitted(chooser: random.Random, level: float, nodes: int) -> int:
     return 1 + accepted
 
 
-def simulate(clock: Clock, choose: Policies, arrivals: list[float], chooser: random.Random) -> list[float]:
+def simulate(step_times: StepTimes, choose: Policies, arrivals: list[float], chooser: random.Random) -> list[float]:
     """Serve texts that arrive at these seconds; return the latencies a token."""
     now, waiting, running, latencies = 0.0, list(reversed(arrivals)), list[Text](), list[float]()
     while waiting or running:
@@ -107,13 +110,13 @@ def simulate(clock: Clock, choose: Policies, arrivals: list[float], chooser: ran
         while waiting and waiting[-1] <= now and len(running) < ROWS:
             now += PREFILL_S
             running.append(Text(waiting.pop(), max(0.3, chooser.gauss(1.95, 0.45))))
-        policy = choose(ROWS if clock.is_padded else len(running))
+        policy = choose(ROWS if step_times.is_padded else len(running))
         nodes = policy.next()
-        step_s = clock.seconds(len(running), nodes) * math.exp(chooser.gauss(0, 0.08))
+        step_s = step_times.seconds(len(running), nodes) * math.exp(chooser.gauss(0, 0.08))
         step_s += chooser.uniform(0, 0.02) * (chooser.random() < 0.02)  # a rare slow one
         if nodes > 1:
-            step_s += sum(clock.unread for text in running if not text.is_read)
-            step_s += clock.missed * any(text.is_read and text.has_missed for text in running)
+            step_s += sum(step_times.unread for text in running if not text.is_read)
+            step_s += step_times.missed * any(text.is_read and text.has_missed for text in running)
         counts = [emitted(chooser, text.level, nodes) for text in running]
         policy.observe(counts, step_s)
         now += step_s
@@ -125,12 +128,12 @@ def simulate(clock: Clock, choose: Policies, arrivals: list[float], chooser: ran
     return latencies
 
 
-def load(clock: Clock, budget: str, rate: float, seed: int) -> float:
+def load(step_times: StepTimes, budget: str, rate: float, seed: int) -> float:
     """Return the mean latency a token of one load, after a server has served one client and then eight."""
     chooser, times = random.Random(seed), [0.0]
     while len(times) < REQUESTS:
         times.append(times[-1] + chooser.expovariate(rate))
-    served = partial(simulate, clock, policies(budget), chooser=chooser)
+    served = partial(simulate, step_times, policies(budget), chooser=chooser)
     for texts in (1, 1, ROWS, ROWS):
         served([0.0] * texts)
     return mean(served(times))
@@ -146,18 +149,20 @@ def records(rates: str = "0.5,1,2,4,8", loads: int = 24) -> list[Record]:
     if loads < 1 or any(float(rate) <= 0 for rate in rates.split(",")):
         raise ValueError(f"rates must be positive and loads at least 1, got {rates} and {loads}")
     rows = []
-    for name, clock in CLOCKS.items():
+    for name, step_times in MACHINES.items():
         for rate in map(float, rates.split(",")):
-            latency_s = {budget: mean(load(clock, budget, rate, seed) for seed in range(loads)) for budget in BUDGETS}
+            latency_s = {
+                budget: mean(load(step_times, budget, rate, seed) for seed in range(loads)) for budget in BUDGETS
+            }
             over_best = latency_s["auto"] / min(latency_s[budget] for budget in BUDGETS if budget != "auto")
-            rows.append({"clock": name, "rate": rate, "latency_s": latency_s, "auto_over_best": over_best})
+            rows.append({"machine": name, "rate": rate, "latency_s": latency_s, "auto_over_best": over_best})
     return [{"study": "simulated-load", "rows": rows}]
 
 
 def cells(row: Record) -> list[object]:
     """Make a line of the table."""
     times = [f"{1e3 * time:.2f}" for time in row["latency_s"].values()]
-    return [row["clock"], f"{row['rate']:g}", *times, f"{row['auto_over_best']:.3f}"]
+    return [row["machine"], f"{row['rate']:g}", *times, f"{row['auto_over_best']:.3f}"]
 
 
 if __name__ == "__main__":
