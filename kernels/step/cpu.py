@@ -30,18 +30,17 @@ def emit(
     """Append tokens to the texts; see `stree.kernels.step.texts`."""
     batch, m = path.shape
     report = tokens.new_empty(batch, m + 3)
-    logits = torch.zeros(batch, 1).double() if highest is None else highest.detach().double()
+    logits = torch.zeros(tokens.shape).double() if highest is None else highest.detach().double()
     given = [one.contiguous() for one in (tokens, path, path_lengths, next_token, logits, texts.stop, texts.limit)]
     written = texts.tokens, texts.lengths, texts.pending, texts.is_finished, report
-    _emit(*[tensor.numpy() for tensor in (*given, *written)], highest is not None, may_be_infinite)
+    _emit(*[tensor.numpy() for tensor in (*given, *written)], may_be_infinite)
     return report
 
 
 @compiled(nogil=True)
 def _emit(
     tokens: Array, path: Array, path_lengths: Array, next_token: Array, highest: Array, stop: Array, limit: Array,
-    texts: Array, lengths: Array, pending: Array, is_finished: Array, report: Array, has_logits: bool,
-    may_be_infinite: bool,
+    texts: Array, lengths: Array, pending: Array, is_finished: Array, report: Array, may_be_infinite: bool,
 ) -> None:  # fmt: skip
     """Write texts and report, row by row."""
     batch, m = path.shape
@@ -61,6 +60,6 @@ def _emit(
         is_unusable = False
         if length > 0:
             pending[row] = next_token[row]
-            last = highest[row, max(path[row, length - 1], 0)] if has_logits else highest[row, 0]
-            is_unusable = has_logits and (np.isnan(last) or (last == np.inf and not may_be_infinite))
+            last = highest[row, max(path[row, length - 1], 0)]
+            is_unusable = np.isnan(last) or (last == np.inf and not may_be_infinite)
         out[m], out[m + 1], out[m + 2] = count, length, is_unusable

@@ -138,7 +138,10 @@ class LayerStack:
     def write_row(self, row: int, other: Self) -> None:
         """Copy in sequence ``row`` from a stack of batch 1, and the weights, which are the newer ones there."""
         for (name, mine), (_, theirs) in zip(self.tensors(), other.tensors(), strict=True):
-            (mine if name in self.weights else mine[:, row]).copy_(theirs if name in self.weights else theirs[:, 0])
+            if name in self.weights:
+                mine.copy_(theirs)
+            else:
+                mine[:, row].copy_(theirs[:, 0])
 
     @property
     def num_bytes(self) -> int:

@@ -61,7 +61,7 @@ class StepHistory:
 
     Attributes:
         seconds: the last steady step times of each size but the first, which also allocates.
-        level: over earlier generations.
+        level: acceptance level over earlier generations.
         total_s: seconds of about the last LOSS_STEPS steps.
         lost_s: of them, what tries of other sizes took beyond what the best known size takes for as many tokens as are
             expected of them: also the prompts and tokens that a draft model has to run first after plain decoding.
@@ -79,9 +79,9 @@ class StepHistory:
 
 
 class BudgetController:
-    """Chooses the size of each step of one generation.
+    """Chooses the size of each step of one generation, or of a server's texts while they are as many.
 
-    One number per generation, the acceptance level, predicts the tokens of every size: 1 + level * GAIN[size].  It is
+    One number, the acceptance level of the texts, predicts the tokens of every size: 1 + level * GAIN[size].  It is
     an average over the steps of all sizes, so that every step informs every choice.  A first generation times the start
     and every smaller size, largest first, before it chooses.
 

@@ -142,7 +142,8 @@ class DecodeLoop:
         if newcomer is not None:
             rows, requests = [*rows, rows[0] if rows else 0], [*requests, newcomer]
             held.append(Text(EMPTY, reason=EMPTY.problem))
-        self._step, self.sequences.rows, self._read_s = self._step.select(rows, requests), held, None
+        self._step, self.sequences.rows = self._step.select(rows, requests), held
+        self.pause()
 
     def pause(self) -> None:
         """Leave the time since the last step out of that of the next one: other work runs in between."""
@@ -249,7 +250,8 @@ class DecodeLoop:
 
     def _begin(self, sequences: list[Text], rows: list[int], logits: Tensor) -> None:
         """Place sequences in rows, and draw and emit their first tokens from float[len(rows), vocab] logits."""
-        raw, self._read_s = logits[:, None], None
+        self.pause()
+        raw = logits[:, None]
         tokens, logits = self._step.first_tokens(torch.tensor(rows, device=self._device), logits)
         for sequence, row in zip(sequences, rows, strict=True):
             self.sequences.begin(sequence, row)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.growth import Growth
-from stree.kernels.dispatch import host_can_read
 from stree.sampling import Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance
@@ -46,14 +44,6 @@ class _NoRun(DraftRun):
 
 def root_only(pending: Tensor) -> TokenTree:
     """Trees of int64[batch] pending tokens alone."""
-    shape = _shape_on_host if host_can_read(pending) else _shape  # a graph's memory must not be kept
-    return TokenTree.unchecked(pending[:, None], *shape(len(pending), pending.device))
-
-
-def _shape(batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return parents, depths and masks of trees of one node."""
-    depths = torch.zeros(batch, 1, dtype=torch.int32, device=device)
-    return depths - 1, depths, torch.ones(batch, 1, 1, dtype=torch.bool, device=device)
-
-
-_shape_on_host = lru_cache(64)(_shape)  # read-only: made once, as a plain step on a CPU is short
+    depths = torch.zeros(len(pending), 1, dtype=torch.int32, device=pending.device)
+    mask = torch.ones(len(pending), 1, 1, dtype=torch.bool, device=pending.device)
+    return TokenTree.unchecked(pending[:, None], depths - 1, depths, mask)
