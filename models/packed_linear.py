@@ -33,7 +33,7 @@ from torch import Tensor, library, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from stree.kernels.dispatch import host_can_read, module_of
-from stree.models.fused.fused_layers import in_tree
+from stree.models.fused.fused_layers import scope
 from stree.models.patching import PatchedForward, has_foreign_forward, patch_forward, unpatched_forward
 
 __all__ = ["pack_large_linears", "pack_linears"]
@@ -118,17 +118,14 @@ class PackedWeight:
     def __reduce__(self) -> Any:
         return PackedWeight, (self.copies,)
 
-    def stored(self, weight: Tensor) -> _Stored | None:
-        """Describe a weight, or return None for one that is not supported."""
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """Compute x weight^T + bias: float[..., out] of float[..., in]; None for a weight that is not supported."""
         stored = self._stored
         if stored is None or stored.weight is not weight or stored.address != weight.data_ptr():
-            limits = _limits(weight, self.copies) if _is_supported(weight) else None
-            self._stored = stored = None if limits is None else _Stored(weight, weight.data_ptr(), *limits)
-        return stored
-
-    def linear(self, x: Tensor, stored: _Stored, bias: Tensor | None) -> Tensor:
-        """Compute x weight^T + bias: float[..., out] of float[..., in]."""
-        weight, is_few = stored.weight, 0 < x.numel() <= stored.most_rows * x.shape[-1]
+            if not _is_supported(weight):
+                return None
+            self._stored = stored = _Stored(weight, weight.data_ptr(), *_limits(weight, self.copies))
+        is_few = 0 < x.numel() <= stored.most_rows * x.shape[-1]
         if is_few and host_can_read(x) and torch.get_num_threads() <= stored.most_threads:
             product = stored.product = stored.product or _product_of_few(weight)
             y = product(x)
@@ -258,14 +255,15 @@ def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 def _forward(module: Any, before: Any, packed: PackedWeight, /, input: Tensor) -> Tensor:
     x, weight, bias = input, module.weight, module.bias
-    is_ours = packed.copies or in_tree() or not _onednn_packs(weight.dtype)  # else a plain call, which stays as it was
+    # A plain call of the model multiplies as before.
+    is_ours = packed.copies or scope().in_tree or not _onednn_packs(weight.dtype)
     if is_ours and not torch.is_grad_enabled() and x.dtype == weight.dtype and x.shape[-1:] == weight.shape[1:]:
-        if not isinstance(x, FakeTensor):
-            stored = packed.stored(weight)
-            if stored is not None:
-                return packed.linear(x, stored, bias)
-        elif _is_supported(weight):
-            return _traced(x, weight, bias, packed.number)
+        if isinstance(x, FakeTensor):
+            y = _traced(x, weight, bias, packed.number) if _is_supported(weight) else None
+        else:
+            y = packed.linear(x, weight, bias)
+        if y is not None:
+            return y
     return unpatched_forward(module, before)(x)  # type: ignore[no-any-return]
 
 
@@ -286,8 +284,10 @@ def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _linear_of_number(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:
     packed = _by_number[number]()
-    assert packed is not None and (stored := packed.stored(weight)) is not None, "the compiled function's model has it"
-    return packed.linear(x, stored, bias)
+    assert packed is not None, "the compiled function's model has it"
+    y = packed.linear(x, weight, bias)
+    assert y is not None, "the weight was supported when the function was compiled"
+    return y
 
 
 def _shape_of_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: int) -> Tensor:

@@ -70,7 +70,7 @@ class PatchedModel:
             route_functions(kind)
         for device in self.devices:
             warn_of_torch_functions(kinds, device)
-        self._is_fusable = False  # whether layers are patched to run fused: with the first state on a device that can
+        self._fused: frozenset[str] = frozenset()  # operations for which layers are patched: with the first state
         if {self.device} != self.devices:
             for site, mixer in self.mixers.items():
                 keep_on_device(mixer, self.specs[site].device)
@@ -169,10 +169,10 @@ class PatchedModel:
             raise NotImplementedError(f"max_nodes must be at most {most} on {self.device}, got {max_nodes}")
         self._modules = [*self.model.modules()]  # modules may have been inserted since the last state
         devices = {self.device, *self.devices}
-        can_fuse = any(has_own(op, device, self.dtype) for device in devices for op in FUSED)
-        if can_fuse and not self._is_fusable:
-            patch_fused_layers(self.model)
-            self._is_fusable = True
+        fused = frozenset(op for op in FUSED if any(has_own(op, device, self.dtype) for device in devices))
+        if not fused <= self._fused:
+            patch_fused_layers(self.model, fused)
+            self._fused |= fused
         defers_commit = self.defers_commit
         if defers_commit is None:
             defers_commit = has_triton("ssd_step", self.device, self.dtype)
@@ -214,9 +214,9 @@ class PatchedModel:
             kwargs["output_router_logits"] = False
         # A hook may write to a tensor in place or check its type: then no lazy residual may reach it.
         may_defer = functools.cache(lambda: not any(map(is_hooked, self._modules)))
-        is_fused = self.fused_layers and self._is_fusable
+        fused = self._fused if self.fused_layers else frozenset()
         # Without use_cache a model passes any cache object on; with it, some require a certain class.
-        with fused_scope(is_fused, may_defer) if is_tree else memory_bounded():
+        with fused_scope(fused, may_defer) if is_tree else memory_bounded():
             return cast(Tensor, self.model(input_ids, attention_mask=mask, use_cache=not is_tree, **kwargs).logits)
 
     def forward_recording(

@@ -103,6 +103,7 @@ class TreeScorer(PatchedModel):
         deferred = state.deferred if first == 0 else None
         if deferred is not None:
             step.path, step.entries = deferred.accepted(self._conv_width)
+            step.deferred_rows = state.deferred_rows
         with nullcontext() if deferred is None else state.changing():
             logits, hidden = self.forward_recording(hidden_layers, nodes.tokens, step, nodes.positions, **nodes.others)
             if deferred is not None:

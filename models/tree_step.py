@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.topology import AcceptedPath, Topology
-from stree.models.layers.base import LayerSpec
+from stree.models.layers.base import Site
 from stree.models.state import DecodeState
 
 __all__ = ["TreeInputs", "TreeStep"]
@@ -65,6 +65,7 @@ class TreeStep:
         length_bound: int, rows of the context that attention reads; no sequence of the state is longer.
         path: the deferred path that every layer commits before it scans, as nodes of the stash, or None.
         entries: the same path as entries of ``deferred_rows``.
+        deferred_rows: by site, the rows of that path, which a layer's scan commits; none where nothing was deferred.
         attending: index of the layer whose attention runs; a module that several layers share cannot store its own.
         copies: the same step on other devices that hold layers, by device.
     """
@@ -75,12 +76,9 @@ class TreeStep:
     length_bound: int
     path: AcceptedPath | None = None
     entries: AcceptedPath | None = None
+    deferred_rows: Mapping[Site, Any] = dataclasses.field(default_factory=dict)
     attending: int = -1
     copies: dict[torch.device, TreeStep] = dataclasses.field(default_factory=dict)
-
-    def deferred_rows(self, layer: int, spec: type[LayerSpec]) -> Any:
-        """Return the rows of the path that a layer's scan commits, or None where nothing was deferred."""
-        return None if self.entries is None else self.state.deferred_rows[layer, spec]
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return the new rows unchanged and note the layer; the attention adapter stores them in the stash."""

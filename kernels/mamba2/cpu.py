@@ -9,6 +9,7 @@ whose loops inductor fuses: as an operator this was no faster there.  This file 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,7 @@ def mamba2_step(a: Operands) -> tuple[Tensor, Tensor | None]:
     if a.gating is not None or not _is_supported(a, a.window, a.stash_conv, a.stash_xbc, a.stash_dt):
         return reference.mamba2_step(a)
     bias = a.state.new_zeros(a.weight.shape[0]) if a.conv_bias is None else a.conv_bias
-    tensors = a.window, a.stash_conv, *(_contiguous(t, a.state.dtype) for t in (a.weight, bias))
-    return _step(a, tuple([t.data_ptr() for t in tensors]), a.weight.shape[1]), None
+    return _step(a, [a.window, a.stash_conv, *_contiguous((a.weight, bias), a.state.dtype)], a.weight.shape[1]), None
 
 
 def _is_supported(a: Operands, *others: Tensor) -> bool:
@@ -47,13 +47,13 @@ def _is_supported(a: Operands, *others: Tensor) -> bool:
     return is_alike and not (torch.is_grad_enabled() and a.xbc.requires_grad)
 
 
-def _step(a: Operands, convolution: tuple[int, ...] = (0, 0, 0, 0), width: int = 0) -> Tensor:
+def _step(a: Operands, convolution: list[Tensor] | None = None, width: int = 0) -> Tensor:
     """Run a step.
 
     Args:
         a: the operands.
-        convolution: addresses of its window, stash, weight and bias.
-        width: of the convolution; 0 for rows that are convolved already.
+        convolution: its window, stash, weight and bias; None for rows that are convolved already.
+        width: of the convolution, or 0.
     """
     if a.accepted is not None:
         reference.commit_stashed(a)
@@ -63,17 +63,18 @@ def _step(a: Operands, convolution: tuple[int, ...] = (0, 0, 0, 0), width: int =
         for t in (a.xbc.flatten(0, 1), a.dt.flatten(0, 1))
     ]
     y: Tensor = a.state.new_empty((*a.xbc.shape[:2], heads, headdim))
-    weights = [y.new_zeros(heads) if t is None else _contiguous(t, dtype) for t in (a.A, a.dt_bias, a.D)]
+    weights = _contiguous([y.new_zeros(heads) if t is None else t for t in (a.A, a.dt_bias, a.D)], dtype)
     addresses = tuple([t.data_ptr() for t in (*new, *weights, a.state, a.stash_xbc, a.stash_dt, y)])
+    of_convolution = (0, 0, 0, 0) if convolution is None else tuple([t.data_ptr() for t in convolution])
     sizes = heads, headdim, a.ngroups, dstate, a.stash_xbc.shape[1], a.first, width
     strides, parents = (new[0].stride(0), new[1].stride(0)), a.topology.parents.numpy()
-    _convolve_and_scan(addresses, convolution, strides, sizes, parents, *map(float, a.dt_limit), ZEROS[y.itemsize])
+    _convolve_and_scan(addresses, of_convolution, strides, sizes, parents, *map(float, a.dt_limit), ZEROS[y.itemsize])
     return y
 
 
-def _contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of a dtype, contiguous."""
-    return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
+def _contiguous(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Return tensors of a dtype, contiguous."""
+    return [t if t.dtype == dtype and t.is_contiguous() else t.to(dtype).contiguous() for t in tensors]
 
 
 def ssd_commit(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, accepted: AcceptedPath) -> None:

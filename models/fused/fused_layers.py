@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,70 +23,81 @@ from torch import Tensor, nn
 from stree.kernels import dispatch, ops
 from stree.kernels.fused.tiles import MAX_NORM_WIDTH
 from stree.models.fused import probing
-from stree.models.fused.lazy_residual import LazyResidual, normalise
+from stree.models.fused.lazy_residual import LazyResidual, normalise_sum
 from stree.models.patching import has_foreign_forward, has_patch, is_hooked, patch_forward, unpatched_forward
 
 __all__ = [
-    "FUSED", "as_lazy_residual", "deferred_norm", "fused_scope", "gated_norm", "in_fused_scope", "in_tree",
-    "patch_fused_layers", "with_fused_rotary",
+    "FUSED", "Scope", "as_lazy_residual", "deferred_norm", "fused_scope", "patch_fused_layers", "scope",
+    "with_fused_rotary",
 ]  # fmt: skip
 
-FUSED = ("experts", "gated_activation", "rms_norm", "rms_norm_add", "rotary")  # operations that a fused scope runs
+FUSED = frozenset({"experts", "gated_activation", "gated_rms_norm", "rms_norm", "rms_norm_add", "rotary"})
 ROTARY = "apply_rotary_pos_emb"
 RENAMING = "transformers.utils.deprecation"  # its wrapper of a forward renames arguments that no model passes on
-_is_fused: ContextVar[bool] = ContextVar("is_fused", default=False)
-in_fused_scope = _is_fused.get  # whether the model runs inside one that fuses
-_may_defer: ContextVar[Callable[[], bool]] = ContextVar("may_defer")
 _patching = threading.Lock()
 
 
-def in_tree() -> bool:
-    """Whether the model runs inside a ``fused_scope``: it scores a tree."""
-    return _may_defer.get(None) is not None
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """How layers run at present.
+
+    Attributes:
+        in_tree: whether the model scores a tree.
+        operations: of ``FUSED``, which layers run then.
+        may_defer: returns whether residual sums may be lazy.
+    """
+
+    in_tree: bool = False
+    operations: Collection[str] = ()
+    may_defer: Callable[[], bool] = lambda: False
+
+
+_scope: ContextVar[Scope] = ContextVar("scope", default=Scope())  # noqa: B039 frozen
+scope = _scope.get
 
 
 @contextmanager
-def fused_scope(is_fused: bool, may_defer: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Run the model inside with or without fused layers; ``may_defer`` returns whether residual sums may be lazy."""
-    tokens = _is_fused.set(is_fused), _may_defer.set(may_defer)
+def fused_scope(operations: Collection[str], may_defer: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Score a tree with these operations of ``FUSED``; ``may_defer`` returns whether residual sums may be lazy."""
+    token = _scope.set(Scope(True, operations, may_defer))
     try:
         yield
     finally:
-        _is_fused.reset(tokens[0])
-        _may_defer.reset(tokens[1])
+        _scope.reset(token)
 
 
-def patch_fused_layers(model: Any) -> None:
-    """Patch the recognised norms, feed-forwards and experts of a model to run fused while a tree is scored.
+def patch_fused_layers(model: Any, operations: Collection[str] = FUSED) -> None:
+    """Patch the recognised modules of a model that can run by some operations while a tree is scored.
 
     What is patched stays: calls of other threads may have wrapped it meanwhile, to record hidden states.
     """
     with _patching:
-        _patch_layers(model)
+        for module in model.modules():
+            _patch_layer(module, operations)
 
 
-def _patch_layers(model: Any) -> None:
-    for module in model.modules():
-        norm, feed_forward = probing.norm_of_rows(module), probing.feed_forward_of(module)
-        if norm is not None and module.weight.shape[0] <= MAX_NORM_WIDTH:
+def _patch_layer(module: Any, operations: Collection[str]) -> None:
+    if "rms_norm" in operations and (norm := probing.norm_of_rows(module)) is not None:
+        if module.weight.shape[0] <= MAX_NORM_WIDTH:
             _patch(module, _norm_forward, norm)
-        elif feed_forward is not None:
-            act = None if feed_forward.activation is None else getattr(module, feed_forward.activation)
-            activation = "silu" if act is None else probing.activation_of(act)
-            if activation is not None:
-                _patch(module, _feed_forward_forward, feed_forward, activation)
-        else:
-            experts = probing.experts_of(module)
-            activation = None if experts is None else probing.activation_of(module.act_fn)
-            if activation is not None:
-                _patch(module, _experts_forward, experts, activation)
+    elif "gated_rms_norm" in operations and (options := probing.gated_norm_of(module)) is not None:
+        _patch(module, _gated_norm_forward, options)
+    elif "gated_activation" in operations and (feed_forward := probing.feed_forward_of(module)) is not None:
+        act = None if feed_forward.activation is None else getattr(module, feed_forward.activation)
+        activation = "silu" if act is None else probing.activation_of(act)
+        if activation is not None:
+            _patch(module, _feed_forward_forward, feed_forward, activation)
+    elif "experts" in operations and (experts := probing.experts_of(module)) is not None:
+        activation = probing.activation_of(module.act_fn)
+        if activation is not None:
+            _patch(module, _experts_forward, experts, activation)
 
 
 def as_lazy_residual(output: Any) -> Any:
     """Wrap a layer's output, or the first of several, as a lazy residual if the next norm can add it up."""
     if isinstance(output, tuple):
         return (as_lazy_residual(output[0]), *output[1:])
-    if isinstance(output, Tensor) and _runs("rms_norm_add", output) and _may_defer.get()():
+    if isinstance(output, Tensor) and _runs("rms_norm_add", output) and scope().may_defer():
         return LazyResidual([(output, 1.0)])
     return output
 
@@ -116,48 +128,25 @@ def with_fused_rotary(forward: Callable[..., Any]) -> Callable[..., Any]:
     return fused
 
 
-def gated_norm(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
-    """Normalise and gate float[..., c] rows as ``norm``, a gated RMSNorm of transformers, does.
-
-    It runs in one launch where the device has that and the class is recognised, else the module's forward.
-    """
-    facts = _gated_norm_facts(norm, x) if _runs("gated_rms_norm", x) else None
-    if facts is None:
-        return norm(x, gate)  # type: ignore[no-any-return]
-    return ops.gated_rms_norm(x, gate, norm.weight, eps=norm.variance_epsilon, **facts)
-
-
 def deferred_norm(norm: Any, projection: Any, gate: Tensor) -> float | None:
     """Return eps of a gated norm whose factor a row may be applied behind the projection that follows, else None.
 
     Those norms have one group and gate first, and the projection is a plain matrix without bias.  In float16 rows
     without their factor could overflow.
     """
-    if not (_runs("rms_norm_add", gate) and gate.dtype != torch.float16 and _may_defer.get()()):
+    if not (_runs("rms_norm_add", gate) and gate.dtype != torch.float16 and scope().may_defer()):
         return None
     is_plain = type(projection) is nn.Linear and projection.bias is None and not has_foreign_forward(projection)
-    facts = _gated_norm_facts(norm, gate) if is_plain and not isinstance(norm, nn.Identity) else None
-    is_factor = facts in ({}, {"groups": 1}, {"groups": 1, "norm_before_gate": False})
+    if not (is_plain and has_patch(norm, _gated_norm_forward)):
+        return None
+    options = probing.gated_norm_of(norm)
+    is_factor = options in ({}, {"groups": 1}, {"groups": 1, "norm_before_gate": False})
     return float(norm.variance_epsilon) if is_factor else None
 
 
-def _gated_norm_facts(norm: Any, like: Tensor) -> dict[str, Any] | None:
-    """Return what `ops.gated_rms_norm` takes for a gated norm of rows as wide as others, or None if unrecognised."""
-    if has_foreign_forward(norm) or is_hooked(norm):
-        return None
-    facts: dict[str, Any] = {}  # of transformers below 5.23
-    if hasattr(norm, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
-        facts = {"groups": like.shape[-1] // norm.group_size}
-    elif hasattr(norm, "n_groups"):  # Falcon-H1
-        facts = {"groups": norm.n_groups, "norm_before_gate": norm.norm_before_gate}
-    elif getattr(norm, "activation", None) in ("silu", "sigmoid"):  # the delta rules
-        facts = {"norm_before_gate": True, "activation": norm.activation}
-    return facts if probing.is_gated_norm(norm, facts) else None
-
-
 def _runs(op: str, like: Any) -> bool:
-    """Return whether fused layers are on and an operation has its own version for the tensor's device."""
-    return _is_fused.get() and dispatch.has_own(op, like.device, like.dtype)
+    """Return whether an operation is among those of the scope, and has its own version for the tensor's device."""
+    return op in scope().operations and dispatch.has_own(op, like.device, like.dtype)
 
 
 def _patch(module: Any, forward: Callable[..., Any], *facts: Any) -> None:
@@ -175,7 +164,16 @@ def _norm_forward(norm: Any, before: Any, facts: probing.Norm, /, x: Any = None,
         return unpatched_forward(norm, before)(x)
     if torch.promote_types(weight.dtype, x.dtype) != x.dtype:  # some classes then return a wider dtype
         return unpatched_forward(norm, before)(x)
+    normalise = normalise_sum if isinstance(x, LazyResidual) else ops.rms_norm
     return normalise(x, weight, eps=getattr(norm, facts.eps), offset=facts.offset)
+
+
+def _gated_norm_forward(norm: Any, before: Any, options: dict[str, Any], /, *args: Any, **named: Any) -> Any:
+    """Normalise and gate rows in one launch."""
+    if len(args) != 2 or named or not _runs("gated_rms_norm", args[0]):
+        return unpatched_forward(norm, before)(*args, **named)
+    x, gate = args
+    return ops.gated_rms_norm(x, gate, norm.weight, eps=norm.variance_epsilon, **options)
 
 
 def _feed_forward_forward(

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from stree.kernels import ops
 
-__all__ = ["LazyResidual", "normalise", "with_row_norm"]
+__all__ = ["LazyResidual", "normalise_sum", "with_row_norm"]
 
 MOST_TERMS = 3  # of the kernel
 ADDITIONS = (torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__)
@@ -191,8 +191,8 @@ def with_row_norm(x: Tensor, squares: Tensor, width: int, eps: float) -> LazyRes
     return LazyResidual([(_UnnormedRows(x, squares, (width, eps)), 1.0)])
 
 
-def normalise(x: Tensor | LazyResidual, weight: Tensor, *, eps: float, offset: float) -> Tensor:
-    """Normalise rows; a lazy residual is evaluated in the same launch and stores the sum.
+def normalise_sum(x: LazyResidual, weight: Tensor, *, eps: float, offset: float) -> Tensor:
+    """Evaluate a sum and normalise its rows in one launch; the sum is stored.
 
     Args:
         x: float[..., c].
@@ -203,26 +203,24 @@ def normalise(x: Tensor | LazyResidual, weight: Tensor, *, eps: float, offset: f
     Returns:
         float[..., c], dtype of x.
     """
-    if isinstance(x, LazyResidual):
-        root = x._root
-        streams = (
-            i for i, (term, scale) in enumerate(root._terms)
-            if scale == 1 and term.dtype == root.dtype and isinstance(term, Tensor)
-        )  # fmt: skip
-        stream = next(streams, None)
-        rest = [term for i, term in enumerate(root._terms) if i != stream]
-        rest.sort(key=lambda each: isinstance(each[0], Tensor))  # rows to be normed first
-        if stream is not None and rest:
-            (term, scale), (other, other_scale) = rest[0], rest[1] if rest[1:] else (None, 1.0)
-            options: dict[str, Any] = {} if term.dtype == x.dtype else {"dtype": x.dtype}
-            if isinstance(term, _UnnormedRows):
-                options |= {"squares": term.squares, "squares_norm": term.norm}
-                term = term.tensor
-            y, total = ops.rms_norm_add(
-                term, _evaluated(root._terms[stream][0]), weight, eps=eps, offset=offset, scale=scale,
-                other=_evaluated(other), other_scale=other_scale, **options,
-            )  # fmt: skip
-            root._terms = ((total, 1.0),)
-            return y
-        x = x.value
-    return ops.rms_norm(x, weight, eps=eps, offset=offset)
+    root = x._root
+    streams = (
+        i for i, (term, scale) in enumerate(root._terms)
+        if scale == 1 and term.dtype == root.dtype and isinstance(term, Tensor)
+    )  # fmt: skip
+    stream = next(streams, None)
+    rest = [term for i, term in enumerate(root._terms) if i != stream]
+    rest.sort(key=lambda each: isinstance(each[0], Tensor))  # rows to be normed first
+    if stream is None or not rest:
+        return ops.rms_norm(x.value, weight, eps=eps, offset=offset)
+    (term, scale), (other, other_scale) = rest[0], rest[1] if rest[1:] else (None, 1.0)
+    options: dict[str, Any] = {} if term.dtype == x.dtype else {"dtype": x.dtype}
+    if isinstance(term, _UnnormedRows):
+        options |= {"squares": term.squares, "squares_norm": term.norm}
+        term = term.tensor
+    y, total = ops.rms_norm_add(
+        term, _evaluated(root._terms[stream][0]), weight, eps=eps, offset=offset, scale=scale,
+        other=_evaluated(other), other_scale=other_scale, **options,
+    )  # fmt: skip
+    root._terms = ((total, 1.0),)
+    return y

@@ -29,7 +29,7 @@ __all__ = [
     "activation_of",
     "experts_of",
     "feed_forward_of",
-    "is_gated_norm",
+    "gated_norm_of",
     "keeps_rotary_dtype",
     "norm_of_rows",
 ]
@@ -108,9 +108,18 @@ def norm_of_rows(module: Any) -> Norm | None:
     return _run(_probe_norm, module, names[0])
 
 
-def is_gated_norm(module: Any, options: dict[str, Any]) -> bool:
-    """Return whether a module of rows and gates is `stree.kernels.ops.gated_rms_norm` with these options."""
-    return bool(_once(_probe_gated_norm, (type(module), *options.values()), module, options))
+def gated_norm_of(module: Any) -> dict[str, Any] | None:
+    """Return the options with which `stree.kernels.ops.gated_rms_norm` is a module of rows and gates, or None."""
+    if not isinstance(getattr(module, EPS_NAMES[0], None), float) or not hasattr(module, "weight"):
+        return None
+    options: dict[str, Any] = {}  # of transformers below 5.23
+    if hasattr(module, "group_size"):  # Mamba-2, Bamba, Granite-4.0-H, Nemotron-H, Zamba2
+        options = {"groups": module.weight.shape[0] // module.group_size}
+    elif hasattr(module, "n_groups"):  # Falcon-H1
+        options = {"groups": module.n_groups, "norm_before_gate": module.norm_before_gate}
+    elif getattr(module, "activation", None) in ("silu", "sigmoid"):  # the delta rules
+        options = {"norm_before_gate": True, "activation": module.activation}
+    return options if _once(_probe_gated_norm, (type(module), *options.values()), module, options) else None
 
 
 def feed_forward_of(module: Any) -> FeedForward | None:

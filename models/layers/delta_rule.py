@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from stree.kernels import ops
-from stree.models.fused.fused_layers import gated_norm
 from stree.models.layers.base import LayerSpec, Placement, Zeros, state_dtype
 from stree.models.layers.convolution import RecurrentStack
 from stree.models.layers.mixer_patch import patch_mixer
@@ -117,10 +116,10 @@ def _forward(columns: Columns | None, mixer: Any, step: TreeStep, hidden_states:
     out = ops.gated_delta_step(
         layer.state, layer.stash_k, layer.stash_u, layer.stash_g, step.entries, None, q, k,
         v.unflatten(-1, (spec.heads, spec.dv)), mixer.forget_gate(hidden_states) if g is None else g, beta,
-        step.topology, first=step.first, previous=step.deferred_rows(mixer.layer_idx, DeltaSpec),
+        step.topology, first=step.first, previous=step.deferred_rows.get((mixer.layer_idx, DeltaSpec)),
     )  # fmt: skip
     norm = mixer.norm if hasattr(mixer, "norm") else mixer.o_norm
-    out = gated_norm(norm, out.flatten(0, 2), projected.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
+    out = norm(out.flatten(0, 2), projected.gate.reshape(-1, spec.dv)).view(*hidden_states.shape[:2], -1)
     return _out_proj(mixer)(out)
 
 

@@ -102,7 +102,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     y = ops.ssd_step(
         layer.state, layer.stash_vkq, layer.stash_dt, step.entries, None, vkq,
         vkq.new_zeros(*vkq.shape[:2], heads), layer.A, None, step.topology, headdim=headdim, ngroups=heads,
-        dt_limit=(1.0, 1.0), first=step.first, previous=step.deferred_rows(mixer.layer_idx, LightningSpec),
+        dt_limit=(1.0, 1.0), first=step.first, previous=step.deferred_rows.get((mixer.layer_idx, LightningSpec)),
     )  # fmt: skip
     y = torch.sigmoid(mixer.output_gate(hidden_states)) * mixer.norm(y.flatten(2))
     return mixer.out_proj(y), None

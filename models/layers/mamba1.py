@@ -109,7 +109,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     x = layer.convolve(step, x, mixer.conv1d, activation=mixer.activation)
     x = x.unflatten(2, (layer.spec.nheads, -1)).transpose(1, 2)  # [batch, nheads, rows, channels]
     dt, B, C, bias, D = (_head_parameters if by_head else _parameters)(mixer, x)
-    rows = step.deferred_rows(mixer.layer_idx, Mamba1Spec)
+    rows = step.deferred_rows.get((mixer.layer_idx, Mamba1Spec))
     heads = [
         ops.selective_step(
             layer.state[:, head], layer.stash_x[:, head], layer.stash_dt[:, head], layer.stash_B[:, head], step.entries,

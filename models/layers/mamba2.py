@@ -17,7 +17,7 @@ from stree.kernels import ops
 from stree.kernels.dispatch import has_triton
 from stree.kernels.tiles import MAX_MIXER_NODES
 from stree.kernels.topology import AcceptedPath
-from stree.models.fused.fused_layers import deferred_norm, gated_norm
+from stree.models.fused.fused_layers import deferred_norm
 from stree.models.fused.lazy_residual import with_row_norm
 from stree.models.layers.base import LayerSpec, Placement, Zeros, state_dtype
 from stree.models.layers.convolution import MambaStack
@@ -133,7 +133,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
     stashes = layer.state, layer.stash_xbc, layer.stash_dt, step.entries, None
     options: dict[str, Any] = {
         "headdim": spec.headdim, "ngroups": spec.ngroups, "D": mixer.D, "dt_limit": mixer.time_step_limit,
-        "first": step.first, "previous": step.deferred_rows(mixer.layer_idx, Mamba2Spec),
+        "first": step.first, "previous": step.deferred_rows.get((mixer.layer_idx, Mamba2Spec)),
     }  # fmt: skip
     fits = not has_triton("mamba2_step", xbc.device, xbc.dtype) or step.topology.num_nodes <= MAX_MIXER_NODES
     if layer.has_fused_mixer and fits and mixer.activation == "silu":
@@ -149,7 +149,7 @@ def _forward(mixer: Any, step: TreeStep, hidden_states: Tensor, *_: Any, **__: A
         xbc = layer.convolve(step, xbc, conv, activation=mixer.activation)
         y = ops.ssd_step(*stashes, xbc, dt, layer.A, mixer.dt_bias, step.topology, **options)
     y = y.flatten(2)
-    y = ops.gated_activation(gate, y) if isinstance(norm, nn.Identity) else gated_norm(norm, y, gate)
+    y = ops.gated_activation(gate, y) if isinstance(norm, nn.Identity) else norm(y, gate)
     return mixer.out_proj(y.to(hidden_states.dtype))
 
 

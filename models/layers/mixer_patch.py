@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from stree.models.fused.fused_layers import as_lazy_residual, in_fused_scope
+from stree.models.fused.fused_layers import as_lazy_residual, scope
 from stree.models.patching import patch_forward, unpatched_forward
 from stree.models.tree_step import TreeStep
 
@@ -31,6 +31,6 @@ def _forward(
     step = next((value for value in (*args, *kwargs.values()) if isinstance(value, TreeStep)), None)
     if step is not None:
         output = tree_forward(module, step, *args, **kwargs)
-        return as_lazy_residual(output) if in_fused_scope() else output
+        return as_lazy_residual(output) if "rms_norm_add" in scope().operations else output
     unpatched = unpatched_forward(module, before)
     return unpatched(*args, **kwargs) if plain_forward is None else plain_forward(module, unpatched, *args, **kwargs)

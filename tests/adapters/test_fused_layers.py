@@ -117,7 +117,7 @@ def test_a_patched_model_runs_unfused_in_every_other_call(family: str, launched:
 
 def test_modules_take_their_argument_by_its_name() -> None:
     lm = TreeLM(family_model("granitemoehybrid"))
-    lm.new_state(1, 8, 2)
+    fused_layers.patch_fused_layers(lm.model)
     pack_linears(lm.model)
     layer, x = lm.model.model.layers[0], torch.randn(1, 3, 32)
     named = {layer.input_layernorm: "hidden_states", layer.shared_mlp: "hidden_states", lm.model.lm_head: "input"}
@@ -162,7 +162,7 @@ def test_a_failing_forward_leaves_no_layer_fused(launched: Counter[str]) -> None
 def test_another_thread_is_not_scoring(launched: Counter[str]) -> None:
     norm = nn.Sequential(LlamaRMSNorm(8))
     fused_layers.patch_fused_layers(norm)
-    with fused_layers.fused_scope(True):
+    with fused_layers.fused_scope(fused_layers.FUSED):
         thread = threading.Thread(target=norm, args=(torch.ones(1, 8),))
         thread.start()
         thread.join()
@@ -187,7 +187,7 @@ def test_a_replaced_forward_is_not_fused(launched: Counter[str]) -> None:
     norm.forward = lambda x: LlamaRMSNorm.forward(norm, x) + 1
     fused_layers.patch_fused_layers(nn.Sequential(norm))
     assert has_foreign_forward(norm)
-    with fused_layers.fused_scope(True), torch.no_grad():
+    with fused_layers.fused_scope(fused_layers.FUSED), torch.no_grad():
         assert torch.equal(norm(torch.ones(1, 8)), LlamaRMSNorm.forward(norm, torch.ones(1, 8)) + 1)
     assert not launched
 
@@ -207,7 +207,7 @@ def test_accelerates_forward_of_a_module_runs_in_plain_calls_alone(launched: Cou
         fused_layers.patch_fused_layers(nn.Sequential(norm))
         norm(torch.ones(1, 8))
     assert len(calls) == 2
-    with fused_layers.fused_scope(True):
+    with fused_layers.fused_scope(fused_layers.FUSED):
         norm(torch.ones(1, 8))
     assert len(calls) == 2 and launched["rms_norm"] == 1
 
@@ -219,7 +219,7 @@ def test_a_norm_whose_weights_are_fetched_for_each_call_is_not_fused(launched: C
     add_hook_to_module(norm, hook)
     assert norm.weight.device.type == "meta"
     fused_layers.patch_fused_layers(nn.Sequential(norm))
-    with fused_layers.fused_scope(True), torch.no_grad():
+    with fused_layers.fused_scope(fused_layers.FUSED), torch.no_grad():
         assert torch.allclose(norm(x), expected)
     assert is_patched(norm) and not launched
 

@@ -147,7 +147,7 @@ def test_activations_with_weights_and_other_default_devices_do_not_disturb_patch
         fused_layers.patch_fused_layers(model)
         assert probing.keeps_rotary_dtype(unseen) is False
     names = {type(module).__name__ for module in model.modules() if is_patched(module)}
-    assert names == {"GraniteMoeHybridRMSNorm", "GraniteMoeHybridMLP", "GraniteMoeHybridExperts"}
+    assert names == {f"GraniteMoeHybrid{part}" for part in ("RMSNorm", "RMSNormGated", "MLP", "Experts")}
 
 
 def test_experts_that_compute_something_else_are_not_fused(launched: Counter[str]) -> None:
@@ -171,7 +171,7 @@ def test_experts_that_compute_something_else_are_not_fused(launched: Counter[str
     fused_layers.patch_fused_layers(nn.Sequential(experts))
     experts._is_expert_parallel = True  # this process has only a part of the experts
     x, index = torch.randn(3, 32), torch.tensor([[0, 1], [2, 3], [1, 2]])
-    with fused_layers.fused_scope(True), torch.no_grad():
+    with fused_layers.fused_scope(fused_layers.FUSED), torch.no_grad():
         experts(x, index, torch.ones(3, 2))
         experts._is_expert_parallel = False
         experts(x.double(), index, torch.ones(3, 2))  # which their weights are not
@@ -213,7 +213,7 @@ def test_angles_that_are_wider_than_queries_widen_them_only_where_the_family_doe
 ) -> None:
     rotary = fused_layers.with_fused_rotary(attention.forward).__globals__["apply_rotary_pos_emb"]
     q, angles = torch.ones(1, 2, 3, 8, dtype=torch.bfloat16), torch.ones(1, 3, 8)
-    with fused_layers.fused_scope(True):
+    with fused_layers.fused_scope(fused_layers.FUSED):
         turned, _ = rotary(q, q, angles, angles)
     assert (turned.dtype == torch.bfloat16) == keeps and launched["rotary"] == keeps
 
@@ -223,7 +223,7 @@ def test_queries_and_angles_of_another_layout_are_rotated_by_the_familys_functio
     q, cos, sin = (
         torch.randn(1, 3, *sizes, generator=torch.Generator().manual_seed(0)) for sizes in ((3, 8), (8,), (8,))
     )
-    with fused_layers.fused_scope(True):
+    with fused_layers.fused_scope(fused_layers.FUSED):
         for given, named in (((q, q, cos, sin), {"unsqueeze_dim": 2}), ((q[0], q[0], cos[0], sin[0]), {})):
             assert torch.equal(rotary(*given, **named)[0], apply_rotary_pos_emb(*given, **named)[0])
     assert not launched
@@ -232,7 +232,7 @@ def test_queries_and_angles_of_another_layout_are_rotated_by_the_familys_functio
 def test_a_norm_whose_weights_are_wider_than_its_rows_is_not_fused(launched: Counter[str]) -> None:
     norm = LlamaRMSNorm(8)
     fused_layers.patch_fused_layers(nn.Sequential(norm))
-    with fused_layers.fused_scope(True), torch.no_grad():
+    with fused_layers.fused_scope(fused_layers.FUSED), torch.no_grad():
         assert norm(torch.ones(1, 8, dtype=torch.bfloat16)).dtype == torch.float32
     assert not launched
 
@@ -240,7 +240,7 @@ def test_a_norm_whose_weights_are_wider_than_its_rows_is_not_fused(launched: Cou
 def test_only_tensors_of_a_scored_tree_become_lazy(launched: Counter[str]) -> None:
     x = torch.ones(1, 8)
     assert fused_layers.as_lazy_residual(x) is x
-    with fused_layers.fused_scope(True):
+    with fused_layers.fused_scope(fused_layers.FUSED):
         assert (
             isinstance(fused_layers.as_lazy_residual(x), LazyResidual)
             and fused_layers.as_lazy_residual("rest") == "rest"

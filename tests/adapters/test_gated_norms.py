@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from stree.kernels import dispatch
 from stree.models.fused import fused_layers
+from stree.models.patching import is_patched, unpatch_forward
 
 GATED = (
     "bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "mamba2", "nemotron_h", "olmo_hybrid",
@@ -29,7 +30,7 @@ ERROR = {torch.float32: 1e-6, torch.bfloat16: 1e-2}  # of the largest value; bfl
 @pytest.fixture(autouse=True)
 def scope() -> Iterator[None]:
     """Score trees with fused layers."""
-    with fused_layers.fused_scope(True):
+    with fused_layers.fused_scope(fused_layers.FUSED):
         yield
 
 
@@ -48,10 +49,11 @@ def test_a_gated_norm_in_one_launch_equals_that_of_the_family(
     channels, draw = norm.weight.shape[0], torch.Generator().manual_seed(0)
     x, gate = (torch.randn(6, 2 * channels, generator=draw).to(dtype)[:, :channels] for _ in range(2))
     treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
-    fused_layers.gated_norm(norm, x, gate)  # what a class computes is found out once, by running a small copy
+    fused_layers.patch_fused_layers(norm)
     monkeypatch.setattr(type(norm), "forward", refuse)
-    fused = fused_layers.gated_norm(norm, x, gate)
+    fused = norm(x, gate)
     monkeypatch.undo()
+    unpatch_forward(norm)
     with torch.no_grad():
         unfused = norm(x[None], gate[None])[0] if "FalconH1" in type(norm).__name__ else norm(x, gate)
     assert fused.dtype == unfused.dtype
@@ -79,11 +81,11 @@ def test_a_gated_norm_without_groups_is_recognised_by_its_results(monkeypatch: p
     treat_as_on_device(monkeypatch, host_can_read=True, operations=dispatch.TRITON)
     norm, other = WholeRows(16), Squared(16, 2.0)
     with torch.no_grad():
-        expected, squared = norm(x, gate), other(x, gate)
-        assert torch.equal(fused_layers.gated_norm(other, x, gate), squared)
-        fused_layers.gated_norm(norm, x, gate)
+        expected = norm(x, gate)
+        fused_layers.patch_fused_layers(nn.ModuleList((norm, other)))
+        assert is_patched(norm) and not is_patched(other)
         monkeypatch.setattr(WholeRows, "forward", refuse)
-        torch.testing.assert_close(fused_layers.gated_norm(norm, x, gate), expected)
+        torch.testing.assert_close(norm(x, gate), expected)
 
 
 def refuse(*_: Any, **__: Any) -> Tensor:
@@ -100,13 +102,12 @@ def test_a_class_that_computes_something_else_runs_as_a_module(family: str, chan
             return 2 * super().forward(hidden_states, gate)  # type: ignore[no-any-return]
 
     norm.__class__ = Doubled
-    x, gate = torch.randn(2, 3, norm.weight.shape[0]).unbind()
-    with torch.no_grad():
-        assert torch.equal(fused_layers.gated_norm(norm, x, gate), norm(x, gate))
+    fused_layers.patch_fused_layers(norm)
+    assert not is_patched(norm)
 
 
 @pytest.mark.parametrize("change", ["reference", "forward", "hook", "hook of all modules", "fused_layers"])
-def test_the_familys_module_runs_where_there_is_the_reference_only_or_if_it_was_changed(
+def test_the_familys_module_runs_where_there_is_the_reference_only_and_what_was_set_later_stays(
     change: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setattr(dispatch, "has_own", lambda *_: change != "reference")
@@ -114,6 +115,7 @@ def test_the_familys_module_runs_where_there_is_the_reference_only_or_if_it_was_
     x, gate = torch.randn(2, 3, norm.weight.shape[0]).unbind()
     with torch.no_grad():
         expected = norm(x, gate)
+        fused_layers.patch_fused_layers(norm)
         if change == "forward":
             norm.forward = lambda x, gate: x + gate
             expected = x + gate
@@ -124,5 +126,6 @@ def test_the_familys_module_runs_where_there_is_the_reference_only_or_if_it_was_
             hook = nn.modules.module.register_module_forward_hook(lambda _, __, y: 2 * y)
             request.addfinalizer(hook.remove)
             expected = 2 * expected
-        with fused_layers.fused_scope(change != "fused_layers"):
-            assert torch.equal(fused_layers.gated_norm(norm, x, gate), expected)
+        with fused_layers.fused_scope(() if change == "fused_layers" else fused_layers.FUSED):
+            error = 1e-5 if "hook" in change else 0
+            torch.testing.assert_close(norm(x, gate), expected, rtol=error, atol=error)

@@ -6,6 +6,7 @@ Run: python -m pytest tests/serving/test_server.py
 from __future__ import annotations
 
 import json
+import threading
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from helpers.http_served import CONVERSATION, KEY, NEUTRAL, PROMPT, REFUSED, TOOL_TEMPLATE, Served, as_a_template_has_it
 
 import stree
+from stree.decode.loop import DecodeLoop
 from stree.rule_fields import tokenized_words
 
 
@@ -252,12 +254,15 @@ def test_a_client_that_leaves_frees_its_row(served: Served) -> None:
     assert ended(served.engine) and served.engine.stats["new_tokens"] - before < 200
 
 
-def test_a_full_queue_is_429_and_a_server_that_stops_503(served: Served) -> None:
+def test_a_full_queue_is_429_and_a_server_that_stops_503(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     body = {**COMPLETION, "prompt": ["x"] * 6, "n": 2, "max_tokens": 200, "ignore_eos": True}
     headers = {"Authorization": f"Bearer {KEY}"}
     with httpx.stream("POST", f"{served.url}/v1/completions", json={**body, "stream": True}, headers=headers) as stream:
         next(stream.iter_lines())
+        refused, advance = threading.Event(), DecodeLoop.advance
+        monkeypatch.setattr(DecodeLoop, "advance", lambda loop: (refused.wait(60), advance(loop))[1])  # no text ends
         response = served.post("/v1/completions", COMPLETION)
+        refused.set()
     assert response.status_code == 429 and int(response.headers["retry-after"]) > 0
     response = served.post("/v1/completions", {**body, "n": 3})
     assert response.status_code == 400
