@@ -69,12 +69,14 @@ def own_digests(names: str | None) -> list[str]:
 
 
 def _import_file(path: Path) -> None:
-    """Run a file as the module that is named by its path."""
+    """Run a file as the module that is named by its path; it finds modules beside it, as a script does."""
     if str(path) in sys.modules:
         return
     spec = importlib.util.spec_from_file_location(str(path), path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = sys.modules[str(path)] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
     except BaseException:

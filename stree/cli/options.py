@@ -44,8 +44,8 @@ def add_import(command: argparse.ArgumentParser) -> None:
     """Add the option that imports modules of the user; ``stree.cli.main`` does so before a command runs."""
     command.add_argument(
         "--import", default=None, metavar="MODULE,...",
-        help="modules on the path or .py files that enter drafters, growths and verifiers of your own under names "
-        "(stree.drafters.DRAFTERS, stree.growth.GROWTHS, stree.verify.VERIFIERS)",
+        help="modules on the path or .py files that enter drafters, growths, stop rules and verifiers of your own under"
+        " names (stree.drafters.DRAFTERS, stree.growth.GROWTHS, stree.growth.STOPS, stree.verify.VERIFIERS)",
     )  # fmt: skip
 
 

@@ -111,7 +111,8 @@ class DecodeLoop:
         requests = [sequence.request for sequence in sequences]
         logits = step.fill(self.drafter, [*requests, *[EMPTY] * (size - len(requests))])
         if self.batch.refills and not step.run.can_begin:
-            raise TypeError(f"{type(self.drafter).__name__} cannot take up a prompt in mid-run; leave max_batch out")
+            name = type(self.drafter).__name__
+            raise TypeError(f"{name} cannot take up a prompt in mid-run (can_begin is False); leave max_batch out")
         step.reserve(self.max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
         if sequences:
             self._begin(sequences, list(range(len(sequences))), logits[: len(sequences)])

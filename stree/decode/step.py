@@ -24,7 +24,7 @@ from stree.decode.request import Request
 from stree.decode.step_records import path_probs
 from stree.decode.step_result import LaunchedStep, StepResult, StepTimer, Wanted, on_path
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter, padded_prompts
-from stree.drafters.base import proposed, selected, started
+from stree.drafters.checked import proposed, selected, started
 from stree.drafters.merge import keep_first
 from stree.growth import Growth
 from stree.kernels.step.texts import Seen, Texts, emit
@@ -76,8 +76,8 @@ class DecodeStep:
         capture: Capture | None = None, limits_nodes: bool = False, isolates_nan: bool = False,
     ) -> None:  # fmt: skip
         self.lm, self.state, self.sampling, self.verifier = lm, state, sampling, verifier
-        batch, device = len(state.lengths), state.lengths.device
-        self.processing, self._isolates_nan = TreeProcessing(processor, batch, lm.vocab_size, device), isolates_nan
+        batch, device, self._vocab_size = len(state.lengths), state.lengths.device, lm.vocab_size
+        self.processing, self._isolates_nan = TreeProcessing(processor, batch, self._vocab_size, device), isolates_nan
         self.capture = capture or Capture()
         self.texts = Texts.empty(batch, max_length, most_stops, device, limits_nodes=limits_nodes)
         self.seen = Seen.of(self.texts)
@@ -95,9 +95,9 @@ class DecodeStep:
             self.seen.update(self.texts)
             self.capture.launches_drafts = reads_tree = self.processing.advance(self.seen)
             num_calls = self._let_draft(self.run.prepare, self.seen, budget) or 0
-            run, draft = self.run, None
+            run, draft, inputs = self.run, None, (self._vocab_size, self.seen.pending, growth, budget)
             key: tuple[Any, ...] = f"budget {budget}", growth
-            propose: Callable[[], Draft] = partial(self._let_draft, proposed, run, self.seen.pending, growth, budget)
+            propose: Callable[[], Draft] = partial(self._let_draft, proposed, run, *inputs)
             if not run.is_on_device or reads_tree:
                 draft = self._limited(propose() or self.run.propose(self.seen.pending, None, 1))
                 timer.lap("draft_s")
@@ -187,7 +187,7 @@ class DecodeStep:
             raise problem
         logger.warning("the drafter failed, decoding goes on without it: %s: %s", type(problem).__name__, problem)
         self.problem = problem
-        self._use(NoDrafter().start(self.lm.vocab_size, [], self.rng))
+        self._use(NoDrafter().start(self._vocab_size, [], self.rng))
 
     def _use(self, run: DraftRun) -> None:
         """Let a run draft, with the batch's sampling and logits processor."""
@@ -218,7 +218,7 @@ class DecodeStep:
         if self._is_filled and self.run.can_begin:
             self.run.begin(range(len(prompts)), prompts)
         else:
-            self._use(started(drafter, self.lm.vocab_size, prompts, self._rng_at_ends()))
+            self._use(started(drafter, self._vocab_size, prompts, self._rng_at_ends()))
         if hidden is not None:
             self.run.read_prompts(range(len(prompts)), hidden)
         self._is_filled = True

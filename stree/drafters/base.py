@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -12,19 +11,14 @@ from torch import Tensor
 
 from stree.drafters.candidates import Offered
 from stree.growth import Growth
-from stree.kernels.checks import checks_values
 from stree.kernels.step.texts import Seen
 from stree.models.prefix_cache import RequestPrefixes
 from stree.models.tree_lm import TreeLM
-from stree.returned import check_kind, check_returned, is_ours
 from stree.sampling import AnySampling, Random
 from stree.tree import TokenTree
 from stree.verify import Acceptance, DraftProbs
 
-__all__ = [
-    "Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "padded_prompts", "proposed", "selected",
-    "started",
-]  # fmt: skip
+__all__ = ["Draft", "DraftRun", "Drafter", "TreeProcessor", "check_vocabulary", "padded_prompts"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,65 +198,6 @@ class Drafter:
             ValueError: the drafter's vocabulary is not of the target's size.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement start")
-
-
-def proposed(run: DraftRun, pending: Tensor, growth: Growth | None, budget: int, *, has_root: bool = True) -> Draft:
-    """Call ``propose``; compare what a run of another author returns with the documentation of ``Draft``.
-
-    ``has_root``: whether the roots are read, which are compared where the host can read them.
-
-    Raises:
-        TypeError: a part of another kind or dtype.
-        ValueError: another shape, or other roots than the pending tokens.
-    """
-    draft = run.propose(pending, growth, budget)
-    if is_ours(run):
-        return draft
-    check_kind(run, "propose", draft, Draft, "a stree.drafters.Draft")
-    tree, probs, batch = draft.tree, draft.probs, len(pending)
-    check_kind(run, "propose", tree, TokenTree, "a Draft whose tree is a stree.TokenTree")
-    check_kind(run, "propose", probs, (DraftProbs, type(None)), "a Draft whose probs are a stree.DraftProbs or None")
-    check_kind(run, "propose", draft.max_depth, Integral, "a Draft whose max_depth is an integer")
-    n = tree.tokens.shape[-1]
-    parts = [("tree.tokens ", tree.tokens, "int64"), ("tree.parents ", tree.parents, "int32")]
-    if probs is not None:
-        rows, vocab = probs.probs.shape[-2:] if probs.probs.dim() == 3 else (1, 1)
-        check_returned(run, "propose", probs.probs, "float", part="probs.probs ", batch=batch, rows=rows, vocab=vocab)
-        parts += [("probs.row ", probs.row, "integers"), ("probs.kind ", probs.kind, "integers")]
-    parts += [("values ", draft.values, "float")] if draft.values is not None else []
-    parts += [("column ", draft.column, "int64")] if draft.column is not None else []
-    for part, tensor, kind in parts:
-        check_returned(run, "propose", tensor, kind, part=part, batch=batch, n=n)
-    if (
-        has_root
-        and checks_values(tree.tokens)
-        and (roots := tree.tokens[:, 0].tolist()) != (wanted := pending.tolist())
-    ):
-        what = f"trees whose roots are the pending tokens {wanted}, got {roots}"
-        raise ValueError(f"{type(run).__name__}.propose must return {what}")
-    return draft
-
-
-def started(drafter: Drafter, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
-    """Call ``start``.
-
-    Raises:
-        TypeError: it returns no run.
-    """
-    run = drafter.start(vocab_size, prompts, rng)
-    check_kind(drafter, "start", run, DraftRun, "a stree.drafters.DraftRun")
-    return run
-
-
-def selected(run: DraftRun, rows: Tensor, rng: Random) -> DraftRun:
-    """Call ``select``.
-
-    Raises:
-        TypeError: it returns no run.
-    """
-    other = run.select(rows, rng)
-    check_kind(run, "select", other, DraftRun, "a stree.drafters.DraftRun")
-    return other
 
 
 def check_vocabulary(lm: TreeLM, vocab_size: int) -> None:

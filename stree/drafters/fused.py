@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from stree.checks import check_shares
-from stree.drafters.base import Draft, Drafter, DraftRun, proposed, selected, started
+from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.drafters.budget_split import draws_by_value, retrieved_share
+from stree.drafters.checked import proposed, selected, started
 from stree.drafters.draft_state import Grown
 from stree.drafters.host_copies import downloaded
 from stree.drafters.merge import append_best, has_share, keep_best, with_delta
@@ -114,7 +115,7 @@ class _FusedRun(DraftRun):
         rng: Random,
         least_share: float,
     ) -> None:
-        self._least_share = least_share
+        self._least_share, self._vocab_size = least_share, vocab_size
         self._drafting, self._retrieving = (self._start(drafter, vocab_size, prompts, rng) for drafter in drafters)
         self.can_begin = self._drafting.can_begin and self._retrieving.can_begin
         self.can_select = self._drafting.can_select and self._retrieving.can_select
@@ -135,7 +136,7 @@ class _FusedRun(DraftRun):
         """Retrieve, draft with what the budget leaves, unite both trees."""
         self._retrieving.forced = self.forced
         self._retrieving.sampling = self._drafting.sampling = self.sampling
-        found = proposed(self._retrieving, pending, growth, budget, has_root=False)
+        found = proposed(self._retrieving, self._vocab_size, pending, growth, budget, has_root=False)
         retrieved = self._retrieved(found)
         is_kept = ~retrieved.tree.is_padding
         plan = None if growth is None or budget == 1 else growth.plan(budget)  # 1: a plain step, without a tree
@@ -146,7 +147,7 @@ class _FusedRun(DraftRun):
             own = plan.num_nodes + 1
         self._drafting.processor = self.processor
         num_calls = 0 if self.seen is None else self._drafting.prepare(self.seen, own)
-        work = partial(proposed, self._drafting, pending, growth, own)
+        work = partial(proposed, self._drafting, self._vocab_size, pending, growth, own)
         is_on_device = self._drafting.is_on_device
         draft = self.launch(self, (f"drafts of budget {own}", growth), work) if is_on_device else work()
         draft = replace(draft, num_calls=draft.num_calls + num_calls)

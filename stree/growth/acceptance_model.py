@@ -72,7 +72,8 @@ class AcceptanceModel:
 
     A drafter calls ``begin`` for every tree; then, for every layer, ``draws`` after the draft call, ``rate`` once the
     children are known, ``keep`` with the slots that became nodes, and ``goes_on``; and ``learn`` after verification.
-    Every method but ``rate`` does nothing unless it is overridden.
+    Every method but ``rate`` does nothing unless it is overridden.  A model that overrides ``learn`` or ``read_text``
+    keeps what it learns in one row for each text, and overrides ``reset`` and ``select``, too.
     """
 
     def begin(self, plan: Plan, rng: Random) -> None:
@@ -84,13 +85,13 @@ class AcceptanceModel:
         """
 
     def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Estimate the acceptance probabilities of the slots below a layer.
+        """Estimate the acceptance probabilities of the slots below a layer; ``slots`` are only read.
 
         Returns:
             float[batch, above, ranks] twice: priorities of the slots, which never grow from a drawn sibling to the
             next and are 0 where there is no child, and values of the children.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement rate")
 
     def draws(self, values: Tensor, dist: Tensor) -> Tensor | None:
         """Decide after a draft call whether tokens are drawn from its distributions.

@@ -88,8 +88,8 @@ def _rates(text: str) -> tuple[float, ...]:
 
 # Fields of growths by their annotation, which is a class, or its name where annotations are strings.
 KINDS: dict[str, tuple[str, Callable[[str], Any]]] = {
-    **dict.fromkeys(("int", "int | None", "<class 'int'>"), ("an integer", int)),
-    **dict.fromkeys(("float", "float | None", "<class 'float'>"), ("a number", float)),
+    **dict.fromkeys(("int", "int | None", "Optional[int]", "<class 'int'>"), ("an integer", int)),
+    **dict.fromkeys(("float", "float | None", "Optional[float]", "<class 'float'>"), ("a number", float)),
     **dict.fromkeys(("str", "<class 'str'>"), ("a word", str)),
     "Sequence[float] | None": ("numbers with slashes between them", _rates),
 }
@@ -129,7 +129,7 @@ def parse_growth(text: str) -> NamedGrowth:
     items = rest.split(",") if colon else []
     try:
         if name not in GROWTHS and name not in FIXED:
-            raise ValueError(f"no growth is named {name!r}")
+            raise ValueError(f"no growth is named {name!r}" + "; it is a budget" * (name == "auto"))
         named = _dynamic(name, items) if name in GROWTHS else NamedGrowth(_fixed(FIXED[name], items), None)
         for stop in stops:
             named = replace(named, growth=_stopped(named.growth, stop))
@@ -152,6 +152,8 @@ def _dynamic(name: str, items: list[str]) -> NamedGrowth:
         budget, items = int(size[1]), items[1:]
         check_counts(nodes=budget)
         options = {"depth": int(size[2])} if size[2] else {}
+        if options and "depth" not in readers:
+            raise ValueError(f"{name} has no field named depth, which NODESxDEPTH sets")
     for item in items:
         key, equals, value = item.partition("=")
         field = key.replace("-", "_")
@@ -185,8 +187,10 @@ def _stopped(growth: Growth, text: str) -> Growth:
     numbers = [_read(f"+{name}", "a number", float, rest)] if colon else []
     if name in GROWTH_STOPS:
         return GROWTH_STOPS[name](growth, *numbers)
-    if name == "sure" and not numbers:
-        raise ValueError(f"it is written +sure:PROB, got {text!r} behind {growth}")
+    if name == "sure" and not any(numbers):
+        raise ValueError(f"it is written +sure:PROB, got {text!r} behind {growth}" + "; PROB is above 0" * bool(colon))
+    if not callable(STOPS[name]):
+        raise ValueError(f"STOPS[{name!r}] must be a class of stop rules, got {STOPS[name]!r:.80}")
     rule = STOPS[name](*numbers)
     return replace(growth, stop=rule) if isinstance(growth, Chain) and growth.stop is None else Stopped(growth, rule)
 

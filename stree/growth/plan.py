@@ -14,14 +14,15 @@ Terms that the whole package uses:
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from stree.checks import check_counts, check_object
+from stree.checks import check_counts, check_numbers, check_object, check_one_of
 from stree.kernels.constants import constant
 from stree.kernels.tree_growth.api import choose
 from stree.kernels.tree_growth.operands import Terms
@@ -49,8 +50,8 @@ class Layer:
         shares: whether slots below the plan's threshold are taken up to an equal share of the remaining nodes.
 
     Raises:
-        TypeError: ``slots`` that are no tuple.
-        ValueError: another number of slots than ``width``.
+        TypeError: sizes that are no integers, or ``slots`` that are no tuple.
+        ValueError: a width or ranks below 1, or another number of slots than ``width``.
     """
 
     width: int
@@ -61,6 +62,7 @@ class Layer:
     shares: bool = True
 
     def __post_init__(self) -> None:
+        check_counts(width=self.width, ranks=self.ranks)
         if self.slots is None:
             return
         if not isinstance(self.slots, tuple):
@@ -78,11 +80,17 @@ class Plan:
         num_nodes: most drafted nodes, the root not counted.
         threshold: least priority of a slot.  A layer that shares takes at least its equal share of the remaining nodes,
             best slots first, whatever their priority: the target verifies the whole budget in any case.
-        is_pruned: only without randomness: grow every layer to its width, keep the best ``num_nodes`` at the end.
+        is_pruned: grow every layer to its width, keep the best ``num_nodes`` at the end, as EAGLE-2 does.  Drawn
+            children may not be dropped by what was drawn, so this needs ``drawing="top"`` where tokens are sampled.
         is_heap: one node per draft call, each at the slot of the greatest priority in the tree.
-        drawing: how children are obtained when sampling.
+        drawing: how children are obtained when sampling: "distinct", drawn without replacement; "independent", with
+            replacement; "top", the most probable tokens, taken without chance.  At temperature 0 always the last.
         is_fixed: the tree has these nodes whatever the budget.
         max_depth: of a heap's nodes, or None where nothing bounds it; other plans have no more layers than this.
+
+    Raises:
+        TypeError: a threshold that is no number.
+        ValueError: one that is not finite, or another ``drawing``.
     """
 
     layers: tuple[Layer, ...]
@@ -94,14 +102,20 @@ class Plan:
     is_fixed: bool = False
     max_depth: int | None = None
 
+    def __post_init__(self) -> None:
+        check_one_of("Plan.drawing", self.drawing, get_args(Drawing))
+        check_numbers(threshold=self.threshold)
+        if not math.isfinite(self.threshold):
+            raise ValueError(f"Plan.threshold must be finite, got {self.threshold}")
+
 
 def checked_plan(growth: Any, budget: int) -> Plan:
     """Return a growth's plan; the message of an error names the class and the field.
 
     Raises:
         TypeError: what is returned is no plan of layers, or the growth cannot be hashed.
-        ValueError: more nodes than the budget, or slots that are not below the layer before, occur twice, or leave out
-            an earlier sibling; also what ``plan`` itself raises.
+        ValueError: more nodes than the budget, slots that are not below the layer before, occur twice, or leave out an
+            earlier sibling, or drawn trees that are pruned; also what ``plan`` itself raises.
     """
     check_object("growth", growth, "plan", "stree.growth.Chain(4)")
     check_counts(budget=budget)
@@ -109,11 +123,17 @@ def checked_plan(growth: Any, budget: int) -> Plan:
     try:
         hash(growth)
     except TypeError as error:
-        raise TypeError(f"the fields of {name} must be hashable, tuples instead of lists: {error}") from error
+        what = "hashable: tuples instead of lists, and rules that are frozen dataclasses"
+        raise TypeError(f"the fields of {name} must be {what}: {error}") from error
     if not isinstance(plan, Plan):
         raise TypeError(f"{name}.plan must return a Plan, got {plan!r:.80}")
     if not isinstance(plan.layers, tuple) or not all(isinstance(layer, Layer) for layer in plan.layers):
         raise TypeError(f"{name}.plan must return a Plan whose layers are a tuple of Layer, got {plan.layers!r:.80}")
+    if plan.is_pruned and plan.drawing != "top" and not growth.sampling.is_greedy:
+        raise ValueError(
+            f"{name}.plan({budget}) is pruned, and its children are drawn (drawing={plan.drawing!r}): what is kept "
+            "would depend on what was drawn, which is not lossless; take drawing='top'"
+        )
     least = max(plan.num_nodes, sum(layer.width for layer in plan.layers if layer.slots is not None))
     if least + 1 > budget:
         raise ValueError(

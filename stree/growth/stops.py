@@ -19,6 +19,7 @@ from stree.checks import check_numbers, check_shares
 from stree.growth.acceptance_model import AcceptanceModel, Proposal, Slots
 from stree.growth.base import Growth
 from stree.growth.plan import Plan
+from stree.kernels.checks import checks_values
 from stree.kernels.tree_growth.operands import Kept
 from stree.returned import check_kind, check_returned, wrong_return
 from stree.sampling import AnySampling, Random
@@ -68,9 +69,19 @@ class StoppedModel(AcceptanceModel):
     Args:
         base: the other model.
         rule: the stop rule.
+
+    Raises:
+        TypeError: a model that learns from texts without ``reset`` and ``select``, so that rows would mix them.
     """
 
     def __init__(self, base: AcceptanceModel, rule: Stop) -> None:
+        kind, plain = type(base), AcceptanceModel
+        learns = any(getattr(kind, name, None) is not getattr(plain, name) for name in ("learn", "read_text"))
+        if learns and any(getattr(kind, name, None) is getattr(plain, name) for name in ("reset", "select")):
+            raise TypeError(
+                f"{kind.__name__} learns from texts: it must also implement reset(row), for a row's next text, and "
+                "select(rows), for texts that leave a batch"
+            )
         self.base, self._rule, self._depth = base, rule, 0
 
     def begin(self, plan: Plan, rng: Random) -> None:
@@ -120,7 +131,7 @@ def _rated(model: AcceptanceModel, slots: Slots) -> tuple[Tensor, Tensor]:
 
     Raises:
         TypeError: no two tensors of floats.
-        ValueError: another shape or device.
+        ValueError: another shape or device, or, where the host can read them, numbers below 0 or infinite ones.
     """
     ratings: Any = model.rate(slots)
     batch, above, ranks = slots.probs.shape
@@ -130,7 +141,13 @@ def _rated(model: AcceptanceModel, slots: Slots) -> tuple[Tensor, Tensor]:
     device = slots.probs.device
     for part, rating in zip(("priorities ", "values "), ratings, strict=True):
         check_returned(model, "rate", rating, "float", device, part=part, batch=batch, above=above, ranks=ranks)
-    return ratings[0], ratings[1]
+        if checks_values(rating) and not bool(((rating >= 0) & (rating < math.inf)).all()):
+            low, high = rating.min(), rating.max()
+            name = f"{type(model).__name__}.rate"
+            raise ValueError(
+                f"{name} must return {part}of at least 0, as probabilities are, got {low:.3g} to {high:.3g}"
+            )
+    return ratings[0].to(slots.values.dtype), ratings[1].to(slots.values.dtype)
 
 
 def _decided(owner: Any, method: str, *inputs: Any) -> Tensor | None:
@@ -258,7 +275,9 @@ def check_rule(name: str, rule: Any) -> None:
     """Refuse what is no stop rule.
 
     Raises:
-        TypeError: another object, or a class.
+        TypeError: another object, a class, or a rule that has neither method.
     """
     if not isinstance(rule, Stop):
         raise TypeError(f"{name} must be a rule such as Confidence(0.4), got {rule!r:.80}")
+    if type(rule).draws is Stop.draws and type(rule).goes_on is Stop.goes_on:
+        raise TypeError(f"{name} must override draws or goes_on, which {type(rule).__name__} does not")

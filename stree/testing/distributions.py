@@ -90,11 +90,19 @@ def drawn_problem(trees: Iterable[tuple[PlainTree, Hashable]], tolerance: float)
 
 def _described(seen: NodeDraws, rows: list[tuple[str, float, float]]) -> str:
     place = f"behind the siblings {seen.siblings}" if seen.siblings else "without earlier siblings"
+    hint = (
+        "Whether a token is drawn, kept, and where it stands, must not depend on that token, siblings are drawn "
+        "without\nreplacement unless they are INDEPENDENT, and tokens are drawn by rng.choice('draft', ...)."
+    )
+    if max(drawn for _, drawn, _ in rows) == 1:
+        hint = (
+            "What was drawn before decides this token: its number was drawn already, in this step or, where observe\n"
+            "does not move the positions, in the one before.  Give each node of a tree a number `node` of its own."
+        )
     return (
         f"the child below the path {seen.path}, {place}, is not drawn from the distribution that is stated:\n"
         + table_of("token", ("drawn", "stated"), rows)
-        + "\nWhether a token is drawn, kept, and where it stands, must not depend on that token, siblings are drawn "
-        "without\nreplacement unless they are INDEPENDENT, and tokens are drawn by rng.choice('draft', ...)."
+        + f"\n{hint}"
     )
 
 

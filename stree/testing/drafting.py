@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stree.checks import check_object, check_sizes, integers
 from stree.drafters import Draft, Drafter, NoDrafter
+from stree.drafters.checked import started
 from stree.growth import Chain, Growth, Static, checked_plan
 from stree.sampling import Random, Sampling
 from stree.testing.distributions import drawn_problem, emitted_problem
@@ -31,6 +32,10 @@ PROMPT = 0, 1, 2, 0, 1, 1  # holds pairs that differ in number, for drafters tha
 UNIFORM = (
     "all stated distributions were uniform, so that a wrong statement may not show: pass prompts in which they differ"
 )
+ONE_SHAPE = (
+    "all trees of a budget had one shape, so that a choice by drawn tokens may not show: take fewer ranks, or a larger "
+    "budget"
+)
 
 
 @dataclass(slots=True)
@@ -49,6 +54,8 @@ class Drafting:
         cases: distributions compared.
         notes: what was left out.
         prompts: texts before the root; an empty one for the root's token alone.
+        has_nodes: whether anything was drafted.
+        has_shapes: whether the trees of a budget differed in shape.
         has_drawn: whether nodes were drawn.
         is_uneven: whether the distribution of one of them was not uniform.
     """
@@ -64,6 +71,8 @@ class Drafting:
     cases: int = 0
     notes: tuple[str, ...] = ()
     prompts: Sequence[Sequence[int]] = ((),)
+    has_nodes: bool = False
+    has_shapes: bool = False
     has_drawn: bool = False
     is_uneven: bool = False
 
@@ -71,14 +80,14 @@ class Drafting:
         """Check the trees of one step below every root."""
         for prompt, root in product(self.prompts, range(self.vocab)):
             text = f", prompt {[*prompt]}" * bool(prompt)
-            inspect, place = (
-                Inspection(self.name, budget, self.vocab),
-                f"budget {budget}{text}, root {root}{self.where}",
-            )
+            inspect = Inspection(self.name, budget, self.vocab)
+            place = f"budget {budget}{text}, root {root}{self.where}"
             trees = drafts_of(
                 self.drafter, self.growth, budget, self.sampling, self.vocab, root, seed, rows=self.rows,
                 inspect=inspect, prompt=prompt,
             )  # fmt: skip
+            self.has_nodes |= inspect.has_nodes
+            self.has_shapes |= bool((trees.parents != trees.parents[:1]).any())
             self.has_drawn |= inspect.has_drawn
             self.is_uneven |= inspect.is_uneven
             tolerance = inspect.tolerance
@@ -113,10 +122,10 @@ class Drafting:
         def run(rng: Random, cases: Tensor) -> tuple[Draft, Draft]:
             roots = torch.zeros_like(cases)
             text = [*self.prompts[-1]] or [0]
-            drafting = self.drafter.start(self.vocab, [text] * len(cases), rng.at(roots + len(text)))
+            drafting = started(self.drafter, self.vocab, [text] * len(cases), rng.at(roots + len(text)))
             drafting.sampling = self.sampling
             draft = drafting.propose(roots, growth, budget)
-            inspect(draft, roots)
+            inspect(drafting, draft, roots)
             first = replace(draft, tree=TokenTree(draft.tree.tokens.clone(), draft.tree.parents.clone()))
             child = first.tree.parents == 0
             is_accepted = child.any(1) & accepts_child
@@ -125,10 +134,15 @@ class Drafting:
             roots = roots + 1
             drafting.observe(Acceptance(path, lengths, roots))
             second = drafting.propose(roots, growth, budget)
-            inspect(second, roots)
+            inspect(drafting, second, roots)
             return first, second
 
         return run
+
+    def check_nodes(self, hint: str) -> None:
+        """Refuse what has drafted nothing in any case, so that nothing was checked."""
+        if not self.has_nodes:
+            raise CheckFailed(f"{self.name} drafts nothing below any root, so that nothing was checked: {hint}")
 
     def _judge(self, place: str, tolerance: float, problem: tuple[float, str]) -> None:
         apart, description = problem
@@ -154,7 +168,7 @@ def check_growth(
         seeds: of the models.
 
     Raises:
-        CheckFailed: the growth is not lossless; the message says where.
+        CheckFailed: the growth is not lossless, or drafts nothing; the message says where.
         TypeError: no growth.
         ValueError: no tree fits the budget, or there are too many outcomes: take a smaller budget, depth or vocabulary.
     """
@@ -174,6 +188,10 @@ def check_growth(
                 raise TooManyOutcomes(f"budget {size} of {name}: {error}{feasible}") from error
         if kind == "random":
             drafting.check_two_steps(sizes[0])
+    drafting.check_nodes("no slot has a priority above 0")
+    plan = checked_plan(growth.bind(sampling), sizes[-1])
+    if not drafting.has_shapes and plan.drawing != "top" and any(layer.slots is None for layer in plan.layers):
+        drafting.notes += (ONE_SHAPE,)
     return Report(name, drafting.cases, drafting.worst, drafting.notes)
 
 
@@ -205,8 +223,8 @@ def check_drafter(
     """Check that what a drafter drafts can be verified without loss, by enumeration of every draw.
 
     Its trees are drawn in every possible way, below every token, behind texts of one token and of several, and once
-    more in a second step.  Each drawn token must have the distribution that ``Draft.probs`` states for it, and what is
-    emitted must have the distribution of the target, whatever the target.
+    more in a second step; ``begin`` and ``select`` are not called.  Each drawn token must have the distribution that
+    ``Draft.probs`` states for it, and what is emitted must have the distribution of the target, whatever the target.
 
     Args:
         drafter: what is checked.  It draws by ``rng.choice("draft", probs, offset, node)``, and its model, if it has
@@ -221,7 +239,7 @@ def check_drafter(
             needs texts in which its counts differ: where all stated distributions were uniform, a note says so.
 
     Raises:
-        CheckFailed: the drafter is not lossless, or drafts no tree; the message says what and where.
+        CheckFailed: the drafter is not lossless, drafts no tree, or nothing; the message says what and where.
         TypeError: no drafter.
         ValueError: the vocabulary is too large, or there are too many outcomes.
         NotImplementedError: a drafter that reads a target's hidden states.
@@ -249,6 +267,8 @@ def check_drafter(
         drafting.where = "" if drafting.growth is None else f", growth {drafting.growth}"
         drafting.check_step(budget, targets, 0)
         drafting.check_two_steps(min(budget, 3))
+    if not isinstance(drafter, NoDrafter):
+        drafting.check_nodes("pass prompts behind which it drafts")
     if drafting.has_drawn and not drafting.is_uneven:
         drafting.notes += (UNIFORM,)
     return Report(name, drafting.cases, drafting.worst, drafting.notes)

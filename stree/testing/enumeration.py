@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from stree.checks import check_counts, check_object, integers
-from stree.drafters import Draft, Drafter
+from stree.drafters import Draft, Drafter, DraftRun
+from stree.drafters.checked import started
 from stree.growth import Growth
 from stree.sampling import Random, Sampling
 from stree.testing.outcomes import all_outcomes
@@ -122,7 +123,7 @@ def drafts_of(
     seed: int = 0,
     *,
     rows: int = 8192,
-    inspect: Callable[[Draft, Tensor], None] | None = None,
+    inspect: Callable[[DraftRun, Draft, Tensor], None] | None = None,
     prompt: Sequence[int] = (),
 ) -> DraftedTrees:
     """All trees that a drafter can propose below a root, by every outcome of every draw.
@@ -136,18 +137,18 @@ def drafts_of(
         root: the pending token.
         seed: of the uniform numbers that a growth asks for beside its draws.
         rows: most sequences of a batch.
-        inspect: called with every draft and its roots.
+        inspect: called with the run, every draft and its roots.
         prompt: the text before the root; none for the root's token alone.
     """
     text = [*prompt] or [root]
     bound = None if growth is None else growth.bind(sampling)
 
     def propose(rng: Random, cases: Tensor) -> Draft:
-        run = drafter.start(vocab, [text] * len(cases), rng.at(torch.full_like(cases, len(text))))
+        run = started(drafter, vocab, [text] * len(cases), rng.at(torch.full_like(cases, len(text))))
         run.sampling, roots = sampling, torch.full_like(cases, root)
         draft = run.propose(roots, bound, budget)
         if inspect is not None:
-            inspect(draft, roots)
+            inspect(run, draft, roots)
         return draft
 
     found = []

@@ -11,7 +11,7 @@ import torch
 from helpers.random_rows import random_rows
 from torch import Tensor
 
-from stree.drafters import Draft, Drafter, DraftRun
+from stree.drafters import Draft, Drafter, DraftRun, NoDrafter
 from stree.growth import AcceptanceModel, DySpec, Growth, Plan, Slots
 from stree.growth.acceptance_model import PathProbability
 from stree.sampling import AnySampling, Random, Sampling
@@ -63,7 +63,7 @@ DRAFTER_FAULTS = {
     "numbers of the first step": r"second step, .* accepted\):\nthe child below the path \[1\]",
     "numbers of torch": "is not drawn from the distribution that is stated",
     "numbers of the target": "numbers must be drawn for 'draft', got 'target', which are numbers of another part",
-    "depth": "must draft no node deeper than max_depth, 0",
+    "depth": "must return trees no deeper than max_depth, 0, got a node at depth 1",
 }
 
 
@@ -111,7 +111,7 @@ def test_a_drafter_that_reads_its_prompt_is_checked_behind_a_prompt_of_several_t
 
 def test_a_row_beyond_the_stored_distributions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairRun, "row", 3)
-    with pytest.raises(CheckFailed, match=r"must state probs.row in \[0, 1\) for 1 stored distributions, got \[3\]"):
+    with pytest.raises(CheckFailed, match=r"must return probs.row in \[0, 1\) for 1 distributions, got \[0, 3\]"):
         check_drafter(PairDrafter(), vocab_size=3, budget=2)
     draft = PairDrafter().start(3, [[0]], random_rows(1)).propose(torch.tensor([0]), None, 2)
     with pytest.raises(ValueError, match=r"draft.row must be in \[0, 1\) for 1 rows of probs, got \[3\]"):
@@ -152,15 +152,52 @@ class DropsUnlikely(DySpec):
     "growth",
     [
         OwnToken(depth=2, ranks=1, threshold=0.3),
-        DropsSiblings(depth=2, ranks=2, threshold=0.0),
         DropsUnlikely(depth=1, ranks=2),
     ],
-    ids=["priority by own token", "dropped sibling", "unlikely sibling"],
+    ids=["priority by own token", "unlikely sibling"],
 )
 def test_a_growth_that_chooses_by_drawn_tokens_is_found(growth: Growth) -> None:
     with pytest.raises(CheckFailed, match=rf"growth {type(growth).__name__} is not lossless \(budget .*\):\nthe child"):
         check_growth(growth, seeds=(0,))
     assert check_growth(DySpec(depth=2, ranks=1, threshold=0.3), budget=3, seeds=(0,)).cases > 10
+
+
+class Logarithms(PathProbability):
+    """Rates by logarithms, as EAGLE's code does."""
+
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
+        _, value = super().rate(slots)
+        return value.log(), value.log()
+
+
+class Nothing(PathProbability):
+    def rate(self, slots: Slots) -> tuple[Tensor, Tensor]:
+        _, value = super().rate(slots)
+        return 0 * value, value
+
+
+@dataclass(frozen=True)
+class RatedBy(DySpec):
+    model: type[AcceptanceModel] = Nothing
+
+    def acceptance_model(self, batch: int, device: torch.device) -> AcceptanceModel:
+        return self.model()
+
+
+class Silent(TableDrafter):
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+        return NoDrafter().start(vocab_size, prompts, rng)
+
+
+def test_what_never_drafts_or_drops_what_was_drawn_is_refused() -> None:
+    with pytest.raises(CheckFailed, match="growth RatedBy drafts nothing below any root"):
+        check_growth(RatedBy(), budget=2, seeds=(0,))
+    with pytest.raises(ValueError, match=r"Logarithms.rate must return priorities of at least 0, .*, got -"):
+        check_growth(RatedBy(model=Logarithms), budget=2, seeds=(0,))
+    with pytest.raises(ValueError, match=r"is pruned, and its children are drawn \(drawing='distinct'\)"):
+        check_growth(DropsSiblings(depth=2, ranks=2, threshold=0.0), seeds=(0,))
+    with pytest.raises(CheckFailed, match="drafter Silent drafts nothing below any root"):
+        check_drafter(Silent(), vocab_size=3, budget=2)
 
 
 class Eager:

@@ -1,5 +1,6 @@
 """``--import`` enters drafters, growths and verifiers of a user's own under names, for commands and benches."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from stree.bench.methods import parse_methods
 from stree.cli import main
+from stree.cli.importing import import_own
 from stree.drafters import DRAFTERS
 from stree.growth import GROWTHS, STOPS, parse_growth
 from stree.verify import VERIFIERS
@@ -26,6 +28,8 @@ class Wide(BaseGrowth):
 @dataclass(frozen=True)
 class Top(stree.growth.Stop):
     least: float = 0.3
+    def draws(self, values, dist):
+        return (dist.amax(-1) > self.least).any(1)
 
 class Repeat(stree.drafters.SuffixDrafter):
     pass
@@ -53,6 +57,10 @@ def test_names_of_an_imported_file_are_read(own: Path, capsys: pytest.CaptureFix
     assert "made by name" in capsys.readouterr().out
     named = parse_growth("wide:8,width=3,least=0.2+top:0.4").growth
     assert str(named) == "Stopped(base=Wide(width=3, least=0.2), rule=Top(least=0.4))"
+    with pytest.raises(ValueError, match="no growth is named 'auto'; it is a budget"):
+        parse_growth("auto")
+    with pytest.raises(ValueError, match="wide has no field named depth, which NODESxDEPTH sets"):
+        parse_growth("wide:8x2")
     with pytest.raises(ValueError, match=r"options width, least; got .*; growths are wide \(of your own\), calib"):
         parse_growth("wide:8,depth=2")
     GROWTHS["wide"] = GROWTHS["wide"](width=3)
@@ -60,6 +68,14 @@ def test_names_of_an_imported_file_are_read(own: Path, capsys: pytest.CaptureFix
         parse_growth("wide:8")
     (method,) = parse_methods("repeat:8@mine")
     assert (method.drafter, method.budget, method.verifier) == ("repeat", 8, "mine")
+
+
+def test_an_imported_file_finds_those_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_own.py").write_text("VALUE = 7\n")
+    (tmp_path / "own.py").write_text("import beside_own\nassert beside_own.VALUE == 7\n")
+    import_own(str(tmp_path / "own.py"))
+    del sys.modules["beside_own"], sys.modules[str(tmp_path / "own.py")]
 
 
 @pytest.mark.parametrize(("name", "message"), [("none.py", "FileNotFoundError"), ("no_module", "No module named")])

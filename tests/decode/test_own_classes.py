@@ -14,12 +14,12 @@ from helpers.tiny_models import patched, tiny_model
 from torch import Tensor
 
 import stree
-from stree.drafters import DRAFTERS, Drafter, DraftRun, FusedDrafter, ModelDrafter, SuffixDrafter, load
+from stree.drafters import DRAFTERS, Draft, Drafter, DraftRun, FusedDrafter, ModelDrafter, SuffixDrafter, load
 from stree.growth import Chain, DepthStop, Growth, Static, Stop, Stopped, TargetInit
 from stree.sampling import AnySampling, Random, Sampling
 from stree.testing import TableLM, TableModel, table_drafter
 from stree.tree import TokenTree
-from stree.verify import VERIFIERS, Acceptance, DraftProbs, Verifier, accept
+from stree.verify import SAMPLED, VERIFIERS, Acceptance, DraftProbs, Verifier, accept
 
 TARGET, DRAFT = TableModel.random(5, 1), TableModel.random(5, 2)
 PLAIN = Sampling(1.0)
@@ -197,3 +197,44 @@ def test_what_is_no_stop_rule_is_refused() -> None:
         Stopped(Chain(2), rule)
     with pytest.raises(ValueError, match="Stopped needs a growth of layers, got DySpec"):
         Stopped(stree.growth.DySpec(form="heap"), Unsure()).plan(4)
+
+
+@dataclass(frozen=True)
+class Wrong(Drafter):
+    """Drafts a child of the root with one fault."""
+
+    fault: str
+    uses_growth = False
+
+    def start(self, vocab_size: int, prompts: Sequence[Sequence[int]], rng: Random) -> DraftRun:
+        return WrongRun(self.fault, vocab_size)
+
+
+class WrongRun(DraftRun):
+    def __init__(self, fault: str, vocab: int) -> None:
+        self.fault, self.vocab = fault, vocab
+
+    def propose(self, pending: Tensor, growth: Growth | None, budget: int) -> Draft:
+        tree = TokenTree.chain(torch.stack([pending, torch.full_like(pending, 99 if self.fault == "token" else 1)], 1))
+        stated = torch.full((len(pending), 1, self.vocab), torch.nan if self.fault == "probs" else 1 / self.vocab)
+        kind = torch.full(tree.parents.shape, 7 if self.fault == "kind" else SAMPLED, dtype=torch.int8)
+        probs = DraftProbs(stated, torch.zeros_like(tree.parents), kind)
+        return Draft(tree, probs, max_depth=0 if self.fault == "depth" else 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("token", r"tokens in \[0, 5\), got 99 to 99"),
+        ("depth", "trees no deeper than max_depth, 0, got a node at depth 1"),
+        ("kind", "probs.kind SAMPLED, DELTA or INDEPENDENT, got .*7"),
+        ("probs", "probs.probs of at least 0, got nan"),
+    ],
+)
+def test_a_drafter_that_returns_what_it_may_not_is_named_and_done_without(
+    fault: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STREE_DEBUG", "1")
+    with pytest.raises(stree.GenerationError, match=f"WrongRun.propose must return {message}") as caught:
+        generate(Wrong(fault), growth=None, budget=3)
+    assert [len(text) for text in caught.value.output.sequences] == [32, 31]

@@ -100,6 +100,7 @@ def test_a_budget_beside_a_name_must_be_the_name_s(text: str, budget: Any, messa
         ("stree:13", "it is written stree"),
         ("eagle2+never", r"stop rules are \+decision, \+depth-stop, \+sure, got '\+never'"),
         ("chain:4+sure", r"it is written \+sure:PROB, got 'sure' behind Chain"),
+        ("chain:4+sure:0", r"it is written \+sure:PROB, got 'sure:0' behind Chain.*; PROB is above 0"),
         ("chain:4+sure:2", r"least_prob must be in \[0, 1\], got 2.0"),
         ("chain:4+depth-stop:deep", r"\+depth-stop takes a number, got 'deep'"),
         ("lossy-target-init:2,5+decision", "TargetInit takes no stop rule"),

@@ -1,11 +1,13 @@
 """Mistakes in growths of a user's own are refused by class and field before anything runs."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import pytest
+from torch import Tensor
 
-from stree.growth import BaseGrowth, Calibrated, Layer, Plan, checked_plan
+from stree.growth import AcceptanceModel, BaseGrowth, Calibrated, Layer, Plan, Proposal, Stop, checked_plan
+from stree.growth.stops import StoppedModel
 from stree.testing import check_growth
 from stree.testing.drafting import Drafting
 from stree.testing.outcomes import TooManyOutcomes
@@ -53,6 +55,44 @@ def test_slots_are_a_tuple_of_the_layers_width() -> None:
         Layer(2, 2, [0, 1])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Layer\.width must be the number of slots, 2, got 4"):
         Layer(4, 4, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Layer(0, 2), ValueError, "width must be"),
+        (lambda: Layer(2, cast(Any, 1.5)), TypeError, "ranks must be an integer"),
+        (
+            lambda: Plan((TWO,), 2, drawing=cast(Any, "topk")),
+            ValueError,
+            "drawing must be one of distinct, independent, top, got",
+        ),
+        (lambda: Plan((TWO,), 2, threshold=float("nan")), ValueError, "threshold must be finite, got nan"),
+    ],
+)
+def test_sizes_and_words_of_a_plan_are_checked(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+class Learning(AcceptanceModel):
+    def learn(self, proposal: Proposal, ratios: Tensor, is_live: Tensor) -> None:
+        self.count = ratios.sum()
+
+
+class LearningRows(Learning):
+    def reset(self, row: int) -> None: ...
+
+    def select(self, rows: Tensor) -> AcceptanceModel:
+        return self
+
+
+def test_a_model_that_learns_must_give_its_rows_to_other_texts() -> None:
+    with pytest.raises(TypeError, match=r"Learning learns from texts: it must also implement reset\(row\), .*select"):
+        StoppedModel(Learning(), Stop())
+    StoppedModel(LearningRows(), Stop())
+    with pytest.raises(NotImplementedError, match="Learning must implement rate"):
+        Learning().rate(None)  # type: ignore[arg-type]
 
 
 def test_a_growth_that_is_no_dataclass_is_named() -> None:

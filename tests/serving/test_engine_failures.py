@@ -86,7 +86,23 @@ def test_a_drafter_that_fails_ends_no_request() -> None:
     lm = launched()
     with stree.Engine(lm, _Failing(), budget=4, max_batch=2, max_length=96) as engine:
         for place in (0, 3, 7):
-            assert submit(engine, place).result(60).sequences[0] == alone(lm, WAYS["none"], place)
+            handle = submit(engine, place)
+            assert handle.result(60).sequences[0] == alone(lm, WAYS["none"], place)
+            problem = "no more drafts" if LIMITS[place] > 1 else None
+            assert handle.finish_reason == "length" and handle.stats["drafting_problem"] == problem
+        assert engine.stats["drafting_failures"] == 2
+
+
+def test_a_drafter_of_one_text_is_named() -> None:
+    class Once(Drafter):
+        def start(self, vocab_size: int, prompts: Any, rng: Any) -> DraftRun:
+            return DraftRun()
+
+    with (
+        stree.Engine(launched(), Once(), max_batch=2, max_length=96) as engine,
+        pytest.raises(stree.GenerationError, match=r"Once cannot take up a prompt in mid-run \(can_begin is False\)"),
+    ):
+        submit(engine, 0).result(60)
 
 
 def test_a_target_that_fails_ends_the_running_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
