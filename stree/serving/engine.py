@@ -47,7 +47,7 @@ class Engine(NotCopied):
 
     Args:
         lm: the target.
-        drafter, growth, verifier: as for ``generate``.
+        drafter, growth, verifier: as for ``generate``.  Requests fail if the drafter's runs have no ``can_begin``.
         budget: likewise; None for what the growth's name sets, else "auto".
         max_batch: most requests that run at once; others wait.
         max_length: most tokens of a prompt and its new ones.  Memory is bounded by ``max_batch`` times it.
@@ -64,7 +64,7 @@ class Engine(NotCopied):
 
     Raises:
         ValueError: an argument outside its range, or states that memory cannot hold.
-        TypeError: an object of another kind, or a drafter that cannot take up a text in mid-run.
+        TypeError: an object of another kind.
     """
 
     def __init__(
@@ -258,8 +258,8 @@ class Engine(NotCopied):
         """Let a prefilled request run, and emit its first token."""
         with self._changed:
             self._handles[request] = handle
-        queried = len(request.prompt) if handle.prefixes.keeps else 0
-        self.totals.prompt(len(request.prompt), queried, handle.num_cached)
+        length = len(request.prompt)
+        self.totals.prompt(length, length * handle.prefixes.keeps, handle.num_cached)
         handle.sequence = self._batch.add(request)
         self._batch.join(handle.sequence, prefill)
         self._leave()
@@ -272,7 +272,7 @@ class Engine(NotCopied):
         with self._changed:
             handles = [self._handles.pop(sequence.request) for sequence in ended]
         for sequence, handle in zip(ended, handles, strict=True):
-            handle.finish("error" if sequence.error else sequence.reason or "error", sequence.error)
+            handle.finish(sequence.reason or "error", sequence.error, self._batch.drafting_problem)
             if handle.prefixes.keeps and sequence.error is None:
                 self._batch.keep_state(sequence, handle.prefixes)
         self._batch.leave(is_idle=self._prefill is None)

@@ -56,10 +56,12 @@ class RequestHandle(NotCopied):
     Attributes:
         prompt_logprobs: of the prompt's tokens but the first, where they are wanted, once there is a new token.
         finish_reason: "stop", "length", "cancelled" or "error"; None while it waits or runs.
+        drafting_problem: why its text was decoded on without the drafter, or None; known at its end.
     """
 
     def __init__(self, totals: Totals, prefixes: RequestPrefixes) -> None:
         self.finish_reason: str | None = None
+        self.drafting_problem: str | None = None
         self._totals, self.prefixes = totals, prefixes
         self.sequence: Text | None = None  # what follows belongs to the engine's thread
         self.is_cancelled = False
@@ -169,7 +171,7 @@ class RequestHandle(NotCopied):
         counts = {**self.counts.report(), "drafted": self.drafted, "accepted": self.accepted}
         return {
             "num_prompt_tokens": len(self.prompt), "num_cached_tokens": self.num_cached,
-            "num_new_tokens": self.num_new, **counts, **seconds,
+            "num_new_tokens": self.num_new, **counts, **seconds, "drafting_problem": self.drafting_problem,
         }  # fmt: skip
 
     # The engine's thread calls what follows.  ``put`` makes a handle the streamer of its request.
@@ -222,11 +224,11 @@ class RequestHandle(NotCopied):
     def end(self) -> None:
         """Do nothing: the engine calls ``finish`` when the sequence has left its row."""
 
-    def finish(self, reason: str, error: BaseException | None = None) -> None:
-        """End the request, unless it has ended."""
+    def finish(self, reason: str, error: BaseException | None = None, drafting_problem: str | None = None) -> None:
+        """End the request, unless it has ended, by an error where there is one."""
         if self.finish_reason is None:
             self.note("ended")
-            self._error = error
+            self._error, self.drafting_problem, reason = error, drafting_problem, "error" if error else reason
             self._totals.end(self.stats, reason)
             self._notify(None, reason)
 

@@ -21,6 +21,7 @@ from stree.decode.step_result import StepResult
 from stree.decode.token_rules import TokenRules
 from stree.decode.tree_sizes import budget_policy
 from stree.models.layout import layout_of, writes_of
+from stree.models.loading import reason_of
 from stree.models.prefix_cache import PrefixCache, PromptRun, RequestPrefixes
 from stree.models.state import DecodeState
 from stree.models.tree_lm import TreeLM
@@ -72,6 +73,12 @@ class RunningBatch:
     def rows(self) -> list[Text]:
         """The sequence of each row; one that has ended where the row is free."""
         return [] if self._loop is None else self._loop.sequences.rows
+
+    @property
+    def drafting_problem(self) -> str | None:
+        """Why the sequences are decoded without the drafter, or None."""
+        problem = None if self._loop is None else self._loop.problem
+        return None if problem is None else reason_of(problem)
 
     @property
     def is_running(self) -> bool:

@@ -10,8 +10,8 @@ import torch
 __all__ = ["Listener", "Totals"]
 
 NAMES = (
-    "requests", "ended", "prompt_tokens", "queried_tokens", "cached_tokens", "new_tokens", "steps", "drafted",
-    "accepted",
+    "requests", "ended", "drafting_failures", "prompt_tokens", "queried_tokens", "cached_tokens", "new_tokens", "steps",
+    "drafted", "accepted",
 )  # fmt: skip
 DEPTHS = 16  # of accepted tokens, whose counts are there from the beginning
 
@@ -66,5 +66,6 @@ class Totals:
     def end(self, stats: Mapping[str, Any], reason: str) -> None:
         """Count the end of a request."""
         self.sums["ended"] += 1
+        self.sums["drafting_failures"] += stats["drafting_problem"] is not None
         for listener in self.listeners:
             listener.on_end(stats, reason)
