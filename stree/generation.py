@@ -130,11 +130,12 @@ def generate(
         Where a text ends:
         max_new_tokens: most new tokens a sequence.
         stop_token_ids: tokens that end a sequence, and are kept; None for ``lm.eos_token_ids``, the model's own.
-        stop_strings: strings that end a sequence, across any tokens, the prompt's included.  The token that completes
-            one is kept whole, as in transformers.
+        stop_strings: strings that end a sequence, across any tokens.  One may begin in the prompt's last tokens, and
+            the token that completes it is kept whole, as in transformers; ``Engine`` looks at new text alone.
         tokenizer: of transformers, of the model, which stop strings and grammars need.
         ignore_eos: write on through the model's own stop tokens, as benchmarks do.
-        cancelled: asked after every step, by each running sequence's place in the output, whether that one shall end.
+        cancelled: asked after every step, by each running sequence's place in the output, whether that one shall end;
+            nothing of the step is cut off.  To end a text at a token by its content leave a loop over ``stree.stream``.
 
         What is told:
         logprobs: keep each new token's log probability, and a number of most probable alternatives.  It is that of the
