@@ -120,9 +120,10 @@ def check_rotary(model: Any) -> None:
                 )
 
 
-def weight_places(model: Any) -> str:
-    """Return the dtypes and devices of a model's weights as text, to compare and to print."""
-    places = {(weight.dtype, weight.device) for weight in model.parameters()}
+def weight_places(modules: Iterable[Any]) -> str:
+    """Return the dtypes and devices of the weights of modules as text, to compare and to print."""
+    weights = (weight for module in modules for weight in module._parameters.values() if weight is not None)
+    places = {(weight.dtype, weight.device) for weight in weights}
     return ", ".join(sorted(f"{dtype} on {device}" for dtype, device in places))
 
 
@@ -137,11 +138,12 @@ def model_change(model: Any, patched_places: str, mixers: Iterable[Any]) -> str 
     Returns:
         None where weights have the same dtypes and devices, and the stateful layers are the same.
     """
-    places, patched = weight_places(model), {id(mixer): type(mixer) for mixer in mixers}
+    modules, patched = [*model.modules()], {id(mixer): type(mixer) for mixer in mixers}
+    places = weight_places(modules)
     if places != patched_places:
         return f"the model was moved since it was patched: {places}, was {patched_places}"
     kinds = {*patched.values()}
-    if patched.keys() != {id(module) for module in model.modules() if type(module) in kinds}:
+    if patched.keys() != {id(module) for module in modules if type(module) in kinds}:
         return "layers of the model were replaced, added or removed since it was patched"
     return None
 

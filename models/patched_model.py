@@ -74,7 +74,8 @@ class PatchedModel:
         if {self.device} != self.devices:
             for site, mixer in self.mixers.items():
                 keep_on_device(mixer, self.specs[site].device)
-        self._weight_places, self._modules = weight_places(model), [*model.modules()]
+        self._modules = [*model.modules()]
+        self._weight_places = weight_places(self._modules)
         self.num_layers = model.config.num_hidden_layers
 
     @property

@@ -80,7 +80,7 @@ class TokenStream(NotCopied, Iterator[int]):
         return self.result.stats
 
     def close(self) -> None:
-        """End the text; tokens that were not taken are dropped."""
+        """End the text; ``result`` also has the tokens of its last step that were not taken."""
         with self._lock:
             if self._steps is not None and self._loop is not None:
                 self._steps.close()

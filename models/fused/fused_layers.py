@@ -170,10 +170,11 @@ def _norm_forward(norm: Any, before: Any, facts: probing.Norm, /, x: Any = None,
 
 def _gated_norm_forward(norm: Any, before: Any, options: dict[str, Any], /, *args: Any, **named: Any) -> Any:
     """Normalise and gate rows in one launch."""
-    if len(args) != 2 or named or not _runs("gated_rms_norm", args[0]):
+    weight = norm.weight
+    if len(args) != 2 or named or not _runs("gated_rms_norm", args[0]) or weight.device != args[0].device:
         return unpatched_forward(norm, before)(*args, **named)
     x, gate = args
-    return ops.gated_rms_norm(x, gate, norm.weight, eps=norm.variance_epsilon, **options)
+    return ops.gated_rms_norm(x, gate, weight, eps=norm.variance_epsilon, **options)
 
 
 def _feed_forward_forward(

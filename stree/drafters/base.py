@@ -28,7 +28,8 @@ class Draft:
     Attributes:
         tree: the pending token and what is drafted below it.
         probs: from which the nodes were drawn; None where all are DELTA.
-        max_depth: bound of the tree's depths, known to the host.
+        max_depth: bound of the tree's depths, known to the host.  A deeper node is an error, which is noticed where the
+            host can read the tree, as on a CPU, and under STREE_DEBUG=1.
         num_calls: forward passes of a draft model that it took.
         values: float[batch, n], estimated probability that each node is right, or None where there is no estimate.
         is_reused: whether it was drafted while the target verified the tree before it.

@@ -27,6 +27,7 @@ from stree.verify import Acceptance
 __all__ = ["check_drafter", "check_growth"]
 
 MOST_TWICE = 20_000  # outcomes of two steps
+MOST_RANKS = 64  # of which all but the vocabulary's are empty
 PROMPT = 0, 1, 2, 0, 1, 1  # holds pairs that differ in number, for drafters that read the text
 
 UNIFORM = (
@@ -170,12 +171,15 @@ def check_growth(
     Raises:
         CheckFailed: the growth is not lossless, or drafts nothing; the message says where.
         TypeError: no growth.
-        ValueError: no tree fits the budget, or there are too many outcomes: take a smaller budget, depth or vocabulary.
+        ValueError: no tree fits the budget, or there are too many ranks or outcomes: take a smaller budget, depth or
+            vocabulary.
     """
     check_object("growth", growth, "bind", "stree.growth.Chain(4)")
     seeds = check_enumeration(vocab_size, seeds, budget, sampling)
     sizes = _sizes(growth.bind(sampling), budget)
-    name = f"growth {type(growth).__name__}"
+    plan, name = checked_plan(growth.bind(sampling), sizes[-1]), f"growth {type(growth).__name__}"
+    if (ranks := max((layer.ranks for layer in plan.layers), default=0)) > MOST_RANKS:
+        raise ValueError(f"ranks must be at most {MOST_RANKS} for enumeration, {name} has {ranks}")
     drafting = Drafting(name, NoDrafter(), growth, sampling, vocab_size)
     for (kind, make), seed in product(PAIRS.items(), seeds):
         target, draft = make(vocab_size, seed)
@@ -189,7 +193,6 @@ def check_growth(
         if kind == "random":
             drafting.check_two_steps(sizes[0])
     drafting.check_nodes("no slot has a priority above 0")
-    plan = checked_plan(growth.bind(sampling), sizes[-1])
     if not drafting.has_shapes and plan.drawing != "top" and any(layer.slots is None for layer in plan.layers):
         drafting.notes += (ONE_SHAPE,)
     return Report(name, drafting.cases, drafting.worst, drafting.notes)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from helpers.on_device import treat_as_on_device
 from helpers.tiny_family_models import family_model
 from torch import Tensor, nn
@@ -106,7 +107,7 @@ def test_a_class_that_computes_something_else_runs_as_a_module(family: str, chan
     assert not is_patched(norm)
 
 
-@pytest.mark.parametrize("change", ["reference", "forward", "hook", "hook of all modules", "fused_layers"])
+@pytest.mark.parametrize("change", ["reference", "forward", "fetched", "hook", "hook of all modules", "fused_layers"])
 def test_the_familys_module_runs_where_there_is_the_reference_only_and_what_was_set_later_stays(
     change: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
@@ -119,6 +120,12 @@ def test_the_familys_module_runs_where_there_is_the_reference_only_and_what_was_
         if change == "forward":
             norm.forward = lambda x, gate: x + gate
             expected = x + gate
+        elif change == "fetched":  # for each call, by accelerate
+            unpatch_forward(norm)
+            weights = {"weight": norm.weight.detach().clone()}
+            add_hook_to_module(norm, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+            fused_layers.patch_fused_layers(norm)
+            assert norm.weight.device.type == "meta" and is_patched(norm)
         elif change == "hook":
             norm.register_forward_hook(lambda _, __, y: 2 * y)
             expected = 2 * expected

@@ -98,6 +98,8 @@ def test_a_model_that_learns_must_give_its_rows_to_other_texts() -> None:
 def test_a_growth_that_is_no_dataclass_is_named() -> None:
     with pytest.raises(TypeError, match=r"Undeclared must be a frozen dataclass"):
         check_growth(Undeclared(2))
+    with pytest.raises(ValueError, match="ranks must be at most 64 for enumeration, growth Laid has 100"):
+        check_growth(Laid((Layer(2, 100),)), budget=3)
 
 
 def test_a_check_of_too_many_outcomes_says_which_budget_is_feasible(monkeypatch: pytest.MonkeyPatch) -> None:
