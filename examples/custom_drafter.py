@@ -8,6 +8,8 @@ import stree
 
 
 class LookupDrafter(stree.drafters.Drafter):  # for one sequence at a time, to be short
+    uses_growth = False
+
     def start(self, vocab_size, prompts, rng):
         return LookupRun(prompts[0])
 
@@ -23,8 +25,7 @@ class LookupRun(stree.drafters.DraftRun):  # what belongs to one generation
         return stree.drafters.Draft(self.tree, probs=None, max_depth=int(self.tree.depths.max()))
 
     def observe(self, acceptance):
-        path = acceptance.path[0, : acceptance.path_lengths[0]].long()
-        self.text += self.tree.tokens[0, path].tolist()
+        self.text += self.tree.tokens[0, acceptance.path[0, : acceptance.path_lengths[0]].long()].tolist()
 
 
 def main(max_new_tokens=64):

@@ -112,7 +112,7 @@ class DecodeLoop:
         logits = step.fill(self.drafter, [*requests, *[EMPTY] * (size - len(requests))])
         if self.batch.refills and not step.run.can_begin:
             name = type(self.drafter).__name__
-            raise TypeError(f"{name} cannot take up a prompt in mid-run (can_begin is False); leave max_batch out")
+            raise TypeError(f"{name} cannot take up a prompt in mid-run (can_begin is False): max_batch needs begin")
         step.reserve(self.max_length(policy), policy.growth, policy.max_nodes, begins=not policy.is_off)
         if sequences:
             self._begin(sequences, list(range(len(sequences))), logits[: len(sequences)])

@@ -257,7 +257,7 @@ class DecodeStep:
         other.sampling = BatchSampling({request.sampling for request in requests}, len(rows), index.device)
         for row, request in enumerate(requests):
             other._write_rules(row, request)
-        other._use(selected(self.run, index, other._rng_at_ends()))
+        other._use(other._let_draft(selected, self.run, index, other._rng_at_ends()) or other.run)
         return other
 
     def reserve(self, max_length: int, growth: Growth | None, budget: int, *, begins: bool) -> None:

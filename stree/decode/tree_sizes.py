@@ -50,10 +50,8 @@ def budget_policy(
     # Which trees are planned depends on this alone; the decode step binds the growth to the parameters of each row.
     is_greedy = all(kind.is_greedy for kind in kinds)
     if growth is not None:
-        if not hasattr(growth, "plan"):
-            raise TypeError(f"{type(growth).__name__} must implement plan(budget), which returns a stree.growth.Plan")
         bound = growth.bind(Sampling(0.0 if is_greedy else 1.0))
-        check_object(f"what {type(growth).__name__}.bind returns", bound, "plan", "stree.growth.Chain(4)")
+        check_object(f"what {type(growth).__name__}.bind returns", bound, "bind", "stree.growth.Chain(4)")
         growth = bound
     if isinstance(settings.budget, int):
         _check_nodes(lm, drafter, settings.budget)  # before a shape of so many is laid out
@@ -84,7 +82,7 @@ def _tree_sizes(
     """Return the budget, its default for None, and the sizes that steps may have: one, or what "auto" chooses from."""
     if isinstance(budget, int):
         if growth is not None:
-            checked_plan(growth, max(budget, 2))  # refuses a fixed shape above the budget; 1 grows nothing
+            checked_plan(growth, budget)  # refuses a fixed shape above the budget
         return budget, [budget]
     if isinstance(drafter, NoDrafter):
         return "auto", [1]

@@ -133,14 +133,14 @@ class DraftRun:
 
     def begin(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Begin another text in some rows, or all, whose own have ended; drafts must not depend on the old texts."""
-        raise NotImplementedError(f"{type(self).__name__} cannot take up a text in mid-run")
+        raise NotImplementedError(f"{type(self).__name__} must implement begin to take up a text in mid-run")
 
     def select(self, rows: Tensor, rng: Random) -> DraftRun:
         """Return a run of some rows, int64[batch'], with what each has learnt; ``rng`` supplies its random numbers.
 
         A row may occur twice; the second one is given another text before the next step.  This run is not used again.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot select rows")
+        raise NotImplementedError(f"{type(self).__name__} must implement select")
 
     def read_prompts(self, rows: Sequence[int], hidden: Tensor) -> None:
         """Read the target's hidden states of the prompts in some rows; called if the drafter has ``hidden_layers``.

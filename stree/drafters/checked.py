@@ -22,10 +22,13 @@ def started(drafter: Drafter, vocab_size: int, prompts: Sequence[Sequence[int]],
     """Call ``start``.
 
     Raises:
-        TypeError: it returns no run.
+        TypeError: it returns no run, or one whose flags name methods that it does not have.
     """
     run = drafter.start(vocab_size, prompts, rng)
     check_kind(drafter, "start", run, DraftRun, "a stree.drafters.DraftRun")
+    for flag, method in (("can_begin", "begin"), ("can_select", "select")):
+        if getattr(run, flag) and getattr(getattr(run, method), "__func__", None) is getattr(DraftRun, method):
+            raise TypeError(f"{type(run).__name__} must implement {method}, as its {flag} is True")
     return run
 
 
@@ -63,7 +66,7 @@ def check_draft(
         vocab_size: of the target.
         pending: int64[batch].
         budget: most nodes.
-        has_root: whether the roots are read.
+        has_root: whether the roots are read; a tree of which they are not is cut to the budget afterwards.
 
     Raises:
         TypeError: a part of another kind or dtype.
@@ -96,7 +99,7 @@ def _problems(draft: Draft, vocab_size: int, pending: Tensor | None, budget: int
     if not checks_values(tree.tokens):
         return []
     problems, n, tokens = [], tree.tokens.shape[1], tree.tokens[tree.parents >= 0]
-    if n > budget:
+    if n > budget and pending is not None:
         problems.append(f"trees of at most {budget} nodes, got {n}")
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
         problems.append(f"tokens in [0, {vocab_size}), got {int(tokens.min())} to {int(tokens.max())}")
@@ -110,6 +113,8 @@ def _problems(draft: Draft, vocab_size: int, pending: Tensor | None, budget: int
             problems.append(f"probs.kind SAMPLED, DELTA or INDEPENDENT, got {probs.kind.unique().tolist()}")
         if bool((is_drawn & ((probs.row < 0) | (probs.row >= rows))).any()):
             problems.append(f"probs.row in [0, {rows}) for {rows} distributions, got {probs.row.unique().tolist()}")
-        if checks_everywhere() and not bool(((probs.probs >= 0) & probs.probs.isfinite()).all()):
-            problems.append(f"probs.probs of at least 0, got {float(probs.probs.min()):.3g}")
+        elif checks_everywhere():  # rows of no node may hold anything
+            used = probs.probs.take_along_dim(probs.row.long().clamp(0, rows - 1)[..., None], 1)[is_drawn]
+            if not bool(((used >= 0) & used.isfinite()).all()):
+                problems.append(f"probs.probs of at least 0, got {float(used.min()):.3g}")
     return problems

@@ -163,7 +163,9 @@ class _FusedRun(DraftRun):
     def _retrieved(draft: Draft) -> Draft:
         """Return what the retrieving run has proposed, on the host."""
         if draft.probs is not None or draft.values is None:
-            raise ValueError("a drafter of FusedDrafter must draft deterministic nodes with values")
+            raise ValueError(
+                "a drafter of FusedDrafter must draft deterministic nodes with values: DELTA, Draft.values"
+            )
         tree, values = _on_host(draft.tree, draft.values)
         return replace(draft, tree=tree, values=values)
 

@@ -40,7 +40,7 @@ class Layer:
     """One depth of a plan.
 
     Attributes:
-        width: nodes of the layer, padding included.
+        width: nodes of the layer, padding included; 0 where a budget of 1 leaves none.
         ranks: slots below each node of the layer above.
         slots: the slots that become nodes, or None to choose them by priority.
         leaves: how many of the next best slots become nodes without children, which the draft model does not run.
@@ -51,7 +51,7 @@ class Layer:
 
     Raises:
         TypeError: sizes that are no integers, or ``slots`` that are no tuple.
-        ValueError: a width or ranks below 1, or another number of slots than ``width``.
+        ValueError: a width below 0 or ranks below 1, or another number of slots than ``width``.
     """
 
     width: int
@@ -62,7 +62,7 @@ class Layer:
     shares: bool = True
 
     def __post_init__(self) -> None:
-        check_counts(width=self.width, ranks=self.ranks)
+        check_counts(ranks=self.ranks, width=self.width or 1)
         if self.slots is None:
             return
         if not isinstance(self.slots, tuple):
@@ -117,6 +117,8 @@ def checked_plan(growth: Any, budget: int) -> Plan:
         ValueError: more nodes than the budget, slots that are not below the layer before, occur twice, or leave out an
             earlier sibling, or drawn trees that are pruned; also what ``plan`` itself raises.
     """
+    if hasattr(growth, "bind") and not hasattr(growth, "plan"):
+        raise TypeError(f"{type(growth).__name__} must implement plan(budget), which returns a stree.growth.Plan")
     check_object("growth", growth, "plan", "stree.growth.Chain(4)")
     check_counts(budget=budget)
     plan, name = growth.plan(operator.index(budget)), type(growth).__name__

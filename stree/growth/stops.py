@@ -41,7 +41,8 @@ class Stop:
 
         Args:
             depth: of the layer, from 1.
-            values: float[batch, width], values of its nodes, 0 where there is none.
+            values: float[batch, width], values of its nodes, 0 where there is none, by the growth's acceptance model:
+                path probabilities, or learnt chances with ``Calibrated``.  Only read.
 
         Returns:
             bool[batch], or None where growth always continues.
@@ -49,7 +50,7 @@ class Stop:
         return None
 
     def draws(self, values: Tensor, dist: Tensor) -> Tensor | None:
-        """Decide after a draft call, before tokens are drawn from its distributions.
+        """Decide after a draft call, which is spent, before tokens are drawn from its distributions.
 
         Args:
             values: float[batch, above], values of the nodes that were run, 0 where there is none.

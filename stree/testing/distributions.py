@@ -96,8 +96,9 @@ def _described(seen: NodeDraws, rows: list[tuple[str, float, float]]) -> str:
     )
     if max(drawn for _, drawn, _ in rows) == 1:
         hint = (
-            "What was drawn before decides this token: its number was drawn already, in this step or, where observe\n"
-            "does not move the positions, in the one before.  Give each node of a tree a number `node` of its own."
+            "What was drawn before decides this token: a priority depends on it, it was not drawn by\n"
+            "rng.choice('draft', ...), or its number was drawn already, by another node of the same `node` or, where\n"
+            "observe does not move the positions, in the step before."
         )
     return (
         f"the child below the path {seen.path}, {place}, is not drawn from the distribution that is stated:\n"

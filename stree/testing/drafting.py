@@ -106,9 +106,9 @@ class Drafting:
                     steps, 1, rows=self.rows, most=MOST_TWICE, purposes=DRAFTS
                 ):
                     whole = (weight > 0).nonzero()[:, 0]
-                    given = torch.cat([first.tree.tokens, first.tree.parents], 1)[whole].tolist()
+                    given = map(_paths, first.tree.tokens[whole].tolist(), first.tree.parents[whole].tolist())
                     own = with_own_probs(second, self.vocab, weight).select(whole)
-                    trees += zip(plain_trees(own), map(tuple, given), strict=True)
+                    trees += zip(plain_trees(own), given, strict=True)
             except TooManyOutcomes as error:
                 self.notes = tuple(dict.fromkeys((*self.notes, f"left out: a second step of {budget} nodes, {error}")))
                 return
@@ -150,6 +150,14 @@ class Drafting:
         if description:
             raise CheckFailed(f"{self.name} is not lossless ({place}):\n{description}")
         self.worst, self.cases = max(self.worst, apart), self.cases + 1
+
+
+def _paths(tokens: Sequence[int], parents: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the paths of a tree's nodes, whatever its padding, which depends on other rows of a batch."""
+    paths: list[tuple[int, ...]] = []
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        paths.append(() if node and parent < 0 else (*(paths[parent] if node else ()), token))
+    return tuple(filter(None, paths))
 
 
 def check_growth(

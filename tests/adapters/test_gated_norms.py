@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module  # type: ignore[import-untyped]
 from helpers.on_device import treat_as_on_device
 from helpers.tiny_family_models import family_model
 from torch import Tensor, nn

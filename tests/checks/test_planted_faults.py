@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -12,7 +13,7 @@ from helpers.random_rows import random_rows
 from torch import Tensor
 
 from stree.drafters import Draft, Drafter, DraftRun, NoDrafter
-from stree.growth import AcceptanceModel, DySpec, Growth, Plan, Slots
+from stree.growth import AcceptanceModel, Chain, DecisionStop, DepthStop, DySpec, Growth, Plan, Slots
 from stree.growth.acceptance_model import PathProbability
 from stree.sampling import AnySampling, Random, Sampling
 from stree.testing import CheckFailed, TableModel, check_drafter, check_growth, check_verifier
@@ -198,6 +199,12 @@ def test_what_never_drafts_or_drops_what_was_drawn_is_refused() -> None:
         check_growth(DropsSiblings(depth=2, ranks=2, threshold=0.0), seeds=(0,))
     with pytest.raises(CheckFailed, match="drafter Silent drafts nothing below any root"):
         check_drafter(Silent(), vocab_size=3, budget=2)
+
+
+@pytest.mark.parametrize("growth", [DepthStop(Chain(2), math.log(0.3), layers=None), DecisionStop(Chain(2), 0.3)])
+def test_rules_that_stop_chains_by_what_was_drawn_pass(growth: Growth) -> None:
+    """Trees of a batch whose rows have all stopped have no padding: the check must not tell these apart."""
+    assert check_growth(growth, budget=3, seeds=(0,)).notes == ()
 
 
 class Eager:

@@ -60,7 +60,7 @@ def test_slots_are_a_tuple_of_the_layers_width() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: Layer(0, 2), ValueError, "width must be"),
+        (lambda: Layer(-1, 2), ValueError, "width must be"),
         (lambda: Layer(2, cast(Any, 1.5)), TypeError, "ranks must be an integer"),
         (
             lambda: Plan((TWO,), 2, drawing=cast(Any, "topk")),

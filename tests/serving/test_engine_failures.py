@@ -105,6 +105,36 @@ def test_a_drafter_of_one_text_is_named() -> None:
         submit(engine, 0).result(60)
 
 
+class _Unselectable(SuffixDrafter):
+    """Its run fails where a second text joins the batch."""
+
+    def start(self, vocab_size: int, prompts: Any, rng: Any) -> Any:
+        run: Any = super().start(vocab_size, prompts, rng)
+        run.select = lambda *_: 1 / 0
+        return run
+
+
+def test_a_run_that_cannot_be_selected_from_is_done_without() -> None:
+    lm = patched(tiny_model("mamba2"))
+    with stree.Engine(lm, _Unselectable(), budget=4, max_batch=2, max_length=96) as engine:
+        handles = [submit(engine, place) for place in (0, 7)]
+        assert [handle.result(60).sequences[0] for handle in handles] == [
+            alone(lm, WAYS["none"], place) for place in (0, 7)
+        ]
+        assert {handle.stats["drafting_problem"] for handle in handles} == {"division by zero"}
+
+
+def test_a_flag_without_its_method_is_refused() -> None:
+    class Claiming(Drafter):
+        def start(self, vocab_size: int, prompts: Any, rng: Any) -> DraftRun:
+            run = DraftRun()
+            run.can_select = True
+            return run
+
+    with pytest.raises(TypeError, match="DraftRun must implement select, as its can_select is True"):
+        stree.generate(launched(), [[1, 2]], Claiming(), budget=4, max_new_tokens=4)
+
+
 def test_a_target_that_fails_ends_the_running_requests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = launched()
     with stree.Engine(lm, NoDrafter(), budget=1, max_batch=2, max_length=96) as engine:
