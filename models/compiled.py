@@ -136,8 +136,9 @@ class CompiledSteps:
             except Exception as problem:  # the model's own code may do anything
                 what = "commits" if kind == "commit" else "trees"
                 nodes = "one node" if wanted[0].shape[1] == 1 else "several nodes"
-                name, reason = type(problem).__name__, str(problem)[:500]
-                logger.warning("%s of %s are run without compilation: %s: %s", what, nodes, name, reason)
+                name, reason, model = type(problem).__name__, str(problem)[:500], type(self._lm.model).__name__
+                told = "%s of %s are run without compilation: %s: %s (%s, whose texts stay the same)"
+                logger.warning(told, what, nodes, name, reason, model)
                 return None
             finally:
                 self.compile_s += compile_seconds() - began

@@ -262,8 +262,8 @@ def _drafting(arguments: argparse.Namespace, name: str, tokenizer: Any) -> Calla
     folder = locate(name, "drafter")
     if not Path(folder).is_dir() and "/" not in name and name != "mtp":  # a mistake in a name must not ask the network
         raise ValueError(
-            f"--drafter must be one of the names in --help, a folder, or a hub id OWNER/NAME, got {name!r}; names of your "
-            "own are entered by --import"
+            f"--drafter must be one of the names in --help, a folder, or a hub id OWNER/NAME, got {name!r}; names of "
+            "your own are entered by --import"
         )
     path = arguments.drafter_vocab
     if name == "mtp" or head_layout(folder) is not None:
