@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Integral
 
 from torch import Tensor
@@ -89,32 +89,31 @@ def check_draft(
     parts += [("column ", draft.column, "int64")] if draft.column is not None else []
     for part, tensor, kind in parts:
         check_returned(run, "propose", tensor, kind, part=part, batch=batch, n=n)
-    for problem in _problems(draft, vocab_size, pending if has_root else None, budget):
-        raise ValueError(f"{type(run).__name__}.propose must return {problem}")
+    if checks_values(tree.tokens):
+        wanted = next(_differences(draft, vocab_size, pending if has_root else None, budget), None)
+        if wanted is not None:
+            raise ValueError(f"{type(run).__name__}.propose must return {wanted}")
 
 
-def _problems(draft: Draft, vocab_size: int, pending: Tensor | None, budget: int) -> list[str]:
-    """Say what values of a draft should be."""
-    tree, probs = draft.tree, draft.probs
-    if not checks_values(tree.tokens):
-        return []
-    problems, n, tokens = [], tree.tokens.shape[1], tree.tokens[tree.parents >= 0]
+def _differences(draft: Draft, vocab_size: int, pending: Tensor | None, budget: int) -> Iterator[str]:
+    """Yield what values of a draft should be, where they are not."""
+    tree, probs, n = draft.tree, draft.probs, draft.tree.tokens.shape[1]
+    tokens = tree.tokens[tree.parents >= 0]
     if n > budget and pending is not None:
-        problems.append(f"trees of at most {budget} nodes, got {n}")
+        yield f"trees of at most {budget} nodes, got {n}"
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-        problems.append(f"tokens in [0, {vocab_size}), got {int(tokens.min())} to {int(tokens.max())}")
+        yield f"tokens in [0, {vocab_size}), got {int(tokens.min())} to {int(tokens.max())}"
     if pending is not None and (roots := tree.tokens[:, 0].tolist()) != (wanted := pending.tolist()):
-        problems.append(f"trees whose roots are the pending tokens {wanted}, got {roots}")
+        yield f"trees whose roots are the pending tokens {wanted}, got {roots}"
     if (deepest := int(tree.depths.max())) > draft.max_depth:
-        problems.append(f"trees no deeper than max_depth, {draft.max_depth}, got a node at depth {deepest}")
+        yield f"trees no deeper than max_depth, {draft.max_depth}, got a node at depth {deepest}"
     if probs is not None:
         is_drawn, rows = (tree.parents >= 0) & (probs.kind != DELTA), probs.probs.shape[1]
         if bool((is_drawn & (probs.kind != SAMPLED) & (probs.kind != INDEPENDENT)).any()):
-            problems.append(f"probs.kind SAMPLED, DELTA or INDEPENDENT, got {probs.kind.unique().tolist()}")
+            yield f"probs.kind SAMPLED, DELTA or INDEPENDENT, got {probs.kind.unique().tolist()}"
         if bool((is_drawn & ((probs.row < 0) | (probs.row >= rows))).any()):
-            problems.append(f"probs.row in [0, {rows}) for {rows} distributions, got {probs.row.unique().tolist()}")
+            yield f"probs.row in [0, {rows}) for {rows} distributions, got {probs.row.unique().tolist()}"
         elif checks_everywhere():  # rows of no node may hold anything
             used = probs.probs.take_along_dim(probs.row.long().clamp(0, rows - 1)[..., None], 1)[is_drawn]
             if not bool(((used >= 0) & used.isfinite()).all()):
-                problems.append(f"probs.probs of at least 0, got {float(used.min()):.3g}")
-    return problems
+                yield f"probs.probs of at least 0, got {float(used.min()):.3g}"
