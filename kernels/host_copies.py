@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stree.kernels.dispatch import host_can_read
 
-__all__ = ["HostCopy", "arrival", "side_stream", "to_host", "upload"]
+__all__ = ["HostCopy", "arrival", "download", "side_stream", "to_host", "upload"]
 
 
 class HostCopy:
@@ -52,6 +52,18 @@ def arrival(device: torch.device) -> torch.cuda.Event | None:
 def side_stream(like: Tensor) -> torch.cuda.Stream | None:
     """Make a stream for work beside that of the current one, on the device of a tensor; None where there are none."""
     return torch.cuda.Stream(like.device) if like.is_cuda else None
+
+
+def download(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies of a device's tensors on the host, by one transfer; where the host can read them, these themselves.
+
+    Integers are below 2^53.
+    """
+    if host_can_read(parts[0]):
+        return [*parts]
+    packed = HostCopy(torch.cat([part.flatten().double() for part in parts])).read()
+    copies = packed.split([part.numel() for part in parts])
+    return [copy.to(part.dtype).view(part.shape) for copy, part in zip(copies, parts, strict=True)]
 
 
 def upload(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:

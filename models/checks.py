@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stree.kernels.checks import describe
-from stree.kernels.dispatch import host_can_read
+from stree.kernels.checks import checks_values, describe
 from stree.models.patching import has_foreign_forward
 from stree.tree import TokenTree
 
@@ -154,7 +153,7 @@ def check_rows(rows: Tensor, batch: int) -> None:
         raise ValueError("batch_indices must name at least one sequence, got none")
     if rows.dim() != 1 or not is_integer(rows):
         raise ValueError(f"batch_indices must be int[batch], got {describe(rows)}")
-    if host_can_read(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
+    if checks_values(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < batch:
         raise ValueError(f"batch_indices must be in [0, {batch}), got {rows.tolist()}")
 
 

@@ -11,7 +11,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_bound, host_can_read
+from stree.kernels.checks import checks_values
+from stree.kernels.dispatch import host_bound
 from stree.kernels.topology import Topology, most_nodes
 from stree.models.checks import check_commit, check_first, check_path
 from stree.models.compiled import CompiledSteps
@@ -98,8 +99,8 @@ class TreeScorer(PatchedModel):
         topology = Topology.of(nodes.parents, self._conv_width, mask=nodes.mask, depths=nodes.depths)
         first = nodes.first
         step = TreeStep(state, topology, first, state.max_length if state.fixed_shapes else state.length_bound)
-        if nodes.positions is not None and host_can_read(nodes.tokens) and not state.fixed_shapes:  # free to read here
-            step.length_bound = int(state.lengths.max())
+        if nodes.positions is not None and not state.fixed_shapes:
+            step.length_bound = host_bound(state.lengths, state.length_bound)
         deferred = state.deferred if first == 0 else None
         if deferred is not None:
             step.path, step.entries = deferred.accepted(self._conv_width)
@@ -177,14 +178,12 @@ class TreeScorer(PatchedModel):
         if state.pending_tree is None:
             raise RuntimeError("commit needs a tree that was verified and not yet committed; call verify first")
         check_commit(path, path_lengths, state.batch_size)
-        if (state.pending_tree.is_checked and host_can_read(path)) or checks_everywhere():
+        if (state.pending_tree.is_checked and checks_values(path)) or checks_everywhere():
             check_path(state.pending_tree, path, path_lengths)
         # Lengths on a device are not read: every path there counts as the longest possible one.
         bound = state.length_bound + host_bound(path_lengths, path.shape[1])
-        if bound > state.max_length and state.fixed_shapes and not host_can_read(path):
-            bound = state.max_length
-        elif bound > state.max_length:
-            bound = int((state.lengths + path_lengths).max())
+        if bound > state.max_length:
+            bound = host_bound(state.lengths + path_lengths, state.max_length, waits=not state.fixed_shapes)
             if bound > state.max_length:
                 raise ValueError(f"committing makes {bound} tokens, which exceeds max_length {state.max_length}")
         compiled = self._compiled_for(state)
@@ -241,7 +240,7 @@ class TreeScorer(PatchedModel):
             raise ValueError(f"a tree of {n} nodes exceeds max_nodes {state.max_nodes}")
         if not 0 <= first < n:
             raise ValueError(f"first must be in [0, {n}), got {first}")
-        if not (tree.is_checked and host_can_read(tree.tokens)) and not checks_everywhere():
+        if not (tree.is_checked and checks_values(tree.tokens)) and not checks_everywhere():
             return
         self.check_tokens(tree.tokens)
         deepest = int((state.lengths + tree.depths.max(1).values).max()) + 1

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from stree.decode.grammar import CompiledGrammar
-from stree.drafters.host_copies import downloaded
-from stree.kernels.host_copies import upload
+from stree.kernels.host_copies import download, upload
 from stree.kernels.step.texts import Seen
 from stree.tree import TokenTree
 
@@ -105,7 +104,7 @@ class BatchGrammars:
     def _of_tree(self, lengths: Tensor, tree: TokenTree, columns: int) -> Tensor:
         """Return the masks of a tree's last columns, see ``_packed``."""
         first = tree.tokens.shape[1] - columns
-        parts = (part.tolist() for part in downloaded([lengths, tree.tokens, tree.parents]))
+        parts = (part.tolist() for part in download([lengths, tree.tokens, tree.parents]))
         trees = zip(self._rows, *parts, strict=True)
         return self._packed([{} if own is None else own.masks(first, *each) for own, *each in trees], columns)
 

@@ -20,11 +20,9 @@ from stree.drafters.base import Draft, Drafter, DraftRun
 from stree.drafters.budget_split import draws_by_value, retrieved_share
 from stree.drafters.checked import proposed, selected, started
 from stree.drafters.draft_state import Grown
-from stree.drafters.host_copies import downloaded
 from stree.drafters.merge import append_best, has_share, keep_best, with_delta
 from stree.growth import Growth, Plan
-from stree.kernels.dispatch import host_can_read
-from stree.kernels.host_copies import upload
+from stree.kernels.host_copies import download, upload
 from stree.models.tree_lm import TreeLM
 from stree.sampling import Random
 from stree.tree import TokenTree
@@ -191,13 +189,12 @@ class _FusedRun(DraftRun):
         order = tree.is_padding.long().sort(dim=1, stable=True).indices[:, :size].contiguous()
         values = (values * ~tree.is_padding).gather(1, order)
         pruned = tree.prune(order)
-        if not host_can_read(on_device.values):
-            parts = [order, pruned.tokens, values.float(), pruned.parents.int(), pruned.depths.int()]
-            order, tokens, values, parents, depths = upload([part.contiguous() for part in parts], on_device.values)
-            pruned = TokenTree.unchecked(tokens, parents, depths)
+        parts = [order, pruned.tokens, values.float(), pruned.parents.int(), pruned.depths.int()]
+        order, tokens, values, parents, depths = upload([part.contiguous() for part in parts], on_device.values)
         probs, column = with_delta(on_device, tree.tokens.shape[1] - draft.tree.tokens.shape[1], order)
         depth = max(draft.max_depth, retrieved.max_depth)
-        return Draft(pruned, probs, depth, draft.num_calls, values, column=column, is_united=True, grown=draft.grown)
+        tree = TokenTree.unchecked(tokens, parents, depths)
+        return Draft(tree, probs, depth, draft.num_calls, values, column=column, is_united=True, grown=draft.grown)
 
     def observe(self, acceptance: Acceptance) -> None:
         """Pass the accepted paths to both runs."""
@@ -226,7 +223,5 @@ class _FusedRun(DraftRun):
 
 def _on_host(tree: TokenTree, values: Tensor, *more: Tensor) -> tuple[Any, ...]:
     """Copy a tree, the values of its nodes and other tensors to the host; where it can read them, nothing is copied."""
-    if host_can_read(values):
-        return tree, values, *more
-    tokens, parents, values, *more_copies = downloaded([tree.tokens, tree.parents, values, *more])
-    return TokenTree.unchecked(tokens, parents), values, *more_copies
+    tokens, parents, values, *more_copies = download([tree.tokens, tree.parents, values, *more])
+    return tree if tokens is tree.tokens else TokenTree.unchecked(tokens, parents), values, *more_copies

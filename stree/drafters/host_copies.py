@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from stree.kernels.dispatch import host_can_read
 from stree.kernels.host_copies import HostCopy, upload
 from stree.retrieval import Nodes
 from stree.verify import Acceptance
 
-__all__ = ["AcceptedTokens", "downloaded", "uploaded"]
+__all__ = ["AcceptedTokens", "uploaded"]
 
 
 class AcceptedTokens:
@@ -31,18 +28,6 @@ class AcceptedTokens:
     def read(self) -> list[list[int]]:
         """Return each sequence's tokens below the root, the next pending one last; none where it was inactive."""
         return [[*row[1 : row[-1]], row[-2]] if row[-1] else [] for row in self._copy.read().tolist()]
-
-
-def downloaded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies of a device's tensors on the host, by one transfer; where the host can read them, these themselves.
-
-    Integers are below 2^53.
-    """
-    if host_can_read(parts[0]):
-        return [*parts]
-    packed = HostCopy(torch.cat([part.flatten().double() for part in parts])).read()
-    copies = packed.split([part.numel() for part in parts])
-    return [copy.to(part.dtype).view(part.shape) for copy, part in zip(copies, parts, strict=True)]
 
 
 def uploaded(nodes: Nodes, size: int, like: Tensor) -> list[Tensor]:
