@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stree.kernels.checks import checks_values
-from stree.kernels.dispatch import host_bound
+from stree.kernels.dispatch import fixes_shapes, host_bound
 from stree.kernels.topology import Topology, most_nodes
 from stree.models.checks import check_commit, check_first, check_path
 from stree.models.compiled import CompiledSteps
@@ -182,8 +182,10 @@ class TreeScorer(PatchedModel):
             check_path(state.pending_tree, path, path_lengths)
         # Lengths on a device are not read: every path there counts as the longest possible one.
         bound = state.length_bound + host_bound(path_lengths, path.shape[1])
-        if bound > state.max_length:
-            bound = host_bound(state.lengths + path_lengths, state.max_length, waits=not state.fixed_shapes)
+        if bound > state.max_length and state.fixed_shapes and fixes_shapes(path):
+            bound = state.max_length
+        elif bound > state.max_length:
+            bound = int((state.lengths + path_lengths).max())
             if bound > state.max_length:
                 raise ValueError(f"committing makes {bound} tokens, which exceeds max_length {state.max_length}")
         compiled = self._compiled_for(state)
