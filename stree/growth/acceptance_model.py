@@ -73,7 +73,7 @@ class AcceptanceModel:
     A drafter calls ``begin`` for every tree; then, for every layer, ``draws`` after the draft call, ``rate`` once the
     children are known, ``keep`` with the slots that became nodes, and ``goes_on``; and ``learn`` after verification.
     Every method but ``rate`` does nothing unless it is overridden.  A model that overrides ``learn`` or ``read_text``
-    keeps what it learns in one row for each text, and overrides ``reset`` and ``select``, too.
+    keeps what it learns in one row for each text; where texts join and leave a batch it needs ``reset`` and ``select``.
     """
 
     def begin(self, plan: Plan, rng: Random) -> None:
@@ -141,10 +141,20 @@ class AcceptanceModel:
 
     def reset(self, row: int) -> None:
         """Reset what was learnt of a sequence: its row of the batch gets a new one."""
+        self._check_learns_nothing("reset(row)")
 
     def select(self, rows: Tensor) -> AcceptanceModel:
         """Return the model of some sequences, int64[batch']; one that learns copies what it has learnt of each."""
+        self._check_learns_nothing("select(rows)")
         return self
+
+    def _check_learns_nothing(self, method: str) -> None:
+        """Refuse a model that learns from texts, whose rows would mix them."""
+        kind, base = type(self), AcceptanceModel
+        if kind.learn is not base.learn or kind.read_text is not base.read_text:
+            raise NotImplementedError(
+                f"{kind.__name__} learns from texts: where they join and leave a batch it needs {method}"
+            )
 
 
 class PathProbability(AcceptanceModel):

@@ -70,19 +70,9 @@ class StoppedModel(AcceptanceModel):
     Args:
         base: the other model.
         rule: the stop rule.
-
-    Raises:
-        TypeError: a model that learns from texts without ``reset`` and ``select``, so that rows would mix them.
     """
 
     def __init__(self, base: AcceptanceModel, rule: Stop) -> None:
-        kind, plain = type(base), AcceptanceModel
-        learns = any(getattr(kind, name, None) is not getattr(plain, name) for name in ("learn", "read_text"))
-        if learns and any(getattr(kind, name, None) is getattr(plain, name) for name in ("reset", "select")):
-            raise TypeError(
-                f"{kind.__name__} learns from texts: it must also implement reset(row), for a row's next text, and "
-                "select(rows), for texts that leave a batch"
-            )
         self.base, self._rule, self._depth = base, rule, 0
 
     def begin(self, plan: Plan, rng: Random) -> None:

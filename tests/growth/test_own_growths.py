@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
+import torch
 from torch import Tensor
 
 from stree.growth import AcceptanceModel, BaseGrowth, Calibrated, Layer, Plan, Proposal, Stop, checked_plan
@@ -80,17 +81,13 @@ class Learning(AcceptanceModel):
         self.count = ratios.sum()
 
 
-class LearningRows(Learning):
-    def reset(self, row: int) -> None: ...
-
-    def select(self, rows: Tensor) -> AcceptanceModel:
-        return self
-
-
 def test_a_model_that_learns_must_give_its_rows_to_other_texts() -> None:
-    with pytest.raises(TypeError, match=r"Learning learns from texts: it must also implement reset\(row\), .*select"):
-        StoppedModel(Learning(), Stop())
-    StoppedModel(LearningRows(), Stop())
+    model = StoppedModel(Learning(), Stop())
+    with pytest.raises(NotImplementedError, match=r"Learning learns from texts: .* it needs reset\(row\)"):
+        model.reset(0)
+    with pytest.raises(NotImplementedError, match=r"it needs select\(rows\)"):
+        model.select(torch.tensor([0]))
+    assert (plain := AcceptanceModel()).select(torch.tensor([0])) is plain
     with pytest.raises(NotImplementedError, match="Learning must implement rate"):
         Learning().rate(None)  # type: ignore[arg-type]
 
