@@ -16,15 +16,14 @@ __all__ = ["accept_bytes", "logprob_bytes", "rule_bytes"]
 INT64 = 8  # bytes, and those of a float64
 
 
-def accept_bytes(dtype: torch.dtype, *, is_greedy: bool, truncates: bool, traverses: bool, is_on_cpu: bool) -> int:
+def accept_bytes(dtype: torch.dtype, *, is_greedy: bool, truncates: bool, verifier_bytes: int) -> int:
     """Return the bytes of a token of one node's logits in a step, and of what accepting tokens makes of them.
 
     Args:
         dtype: of the weights.
         is_greedy: whether no token is sampled.
         truncates: whether top-k, top-p or min-p may exclude tokens.
-        traverses: whether tokens are tested by traversal, which sums nothing and copies the draft's probabilities.
-        is_on_cpu: whether sums are in float64.
+        verifier_bytes: that the verifier holds beside probabilities.
     """
     weights = dtype.itemsize
     wide = max(4, weights)
@@ -32,7 +31,7 @@ def accept_bytes(dtype: torch.dtype, *, is_greedy: bool, truncates: bool, traver
         return wide + weights * (weights < 4)  # as computed, and in float32
     if truncates:
         return 3 * wide + 3 * INT64 + 1  # divided and sorted; their places, two of the sums; a mask
-    return 2 * wide + (4 if traverses else INT64) * is_on_cpu  # with their probabilities
+    return 2 * wide + verifier_bytes  # with their probabilities
 
 
 def rule_bytes(rules: Collection[TokenRules], batch: int, nodes: int, vocab_size: int, length: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from stree.budget.policy import BudgetPolicy
 from stree.decode.draft_memory import Drafting
 from stree.decode.logprobs import token_logprobs
-from stree.decode.memory import Extent, path_nodes, traverses
+from stree.decode.memory import Extent, path_nodes, verifier_bytes
 from stree.decode.request import Batch, Request
 from stree.decode.sequences import Sequences, Text
 from stree.decode.settings import Settings
@@ -281,7 +281,7 @@ class DecodeLoop:
             batch.max_batch, self.max_length(policy), max(nodes, batch.min_nodes), batch.max_batch, batch.prompt_length,
             is_padded=batch.is_padded, single_rows=int(batch.refills), is_greedy=batch.is_greedy,
             truncates=any(kind.truncates for kind in batch.kinds), drafting=Drafting.of(policy.growth, nodes),
-            traverses=traverses(self.drafter, policy.growth, nodes, self.verifier),
+            verifier_bytes=verifier_bytes(self.drafter, policy.growth, nodes, self.verifier),
             rules=batch.rules, has_grammar=batch.has_grammar,
             path_nodes=path_nodes(self.drafter, policy.growth, nodes) * batch.keeps_logprobs,
         )  # fmt: skip

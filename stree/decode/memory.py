@@ -41,7 +41,7 @@ __all__ = [
     "needed_bytes",
     "path_nodes",
     "state_bytes",
-    "traverses",
+    "verifier_bytes",
 ]
 
 PAIR_BYTES = 10  # of a tree's masks, for every pair of its nodes: two of one byte and one of eight
@@ -62,7 +62,7 @@ class Extent:
         single_rows: states of one row beside the batch's, which prompts are prefilled in.
         is_greedy: whether no token is sampled.
         truncates: whether top-k, top-p or min-p may exclude tokens.
-        traverses: whether every tree is verified by traversal.
+        verifier_bytes: of a logit, that the verifier holds beside probabilities on a CPU.
         drafting: sizes of what a draft model grows, or None.
         rules: token rules of the texts.
         has_grammar: whether a text has a grammar.
@@ -79,7 +79,7 @@ class Extent:
     single_rows: int = 0
     is_greedy: bool = False
     truncates: bool = False
-    traverses: bool = False
+    verifier_bytes: int = 11
     drafting: Drafting | None = None
     rules: tuple[TokenRules, ...] = ()
     has_grammar: bool = False
@@ -100,12 +100,17 @@ class Extent:
         return max(self.nodes, columns, CHUNK + 1) if place else self.nodes
 
 
-def traverses(drafter: Drafter, growth: Growth | None, budget: int, verifier: str | Verifier) -> bool:
-    """Whether a drafter's trees are verified by traversal where tokens are sampled: their nodes are drawn."""
-    if growth is None or budget == 1 or verifier not in ("auto", "traversal"):
-        return False
+def verifier_bytes(drafter: Drafter, growth: Growth | None, budget: int, verifier: str | Verifier) -> int:
+    """Return the bytes of a logit that a verifier holds beside probabilities where tokens are sampled on a CPU.
+
+    MATCH holds none, traversal a copy of the draft's probabilities, rejection sums in float64 and a part of such a
+    copy, as measured.  "auto" is traversal where nodes are drawn.
+    """
+    if verifier not in ("auto", "traversal"):
+        return 0 if verifier == "match" else 11
     parts = (drafter.first, drafter.second) if isinstance(drafter, FusedDrafter) else (drafter,)
-    return any(part.models for part in parts) and growth.plan(budget).drawing != "top"
+    draws = growth is not None and budget > 1 and any(part.models for part in parts)
+    return 4 if draws and growth is not None and growth.plan(budget).drawing != "top" else 0
 
 
 def path_nodes(drafter: Drafter, growth: Growth | None, budget: int) -> int:
@@ -210,8 +215,8 @@ def _logits_bytes(lm: TreeLM, extent: Extent) -> int:
     """Bytes of the logits of a step, and of what accepting and log probabilities make of them."""
     batch, nodes, vocab, is_on_cpu = extent.batch, extent.nodes, lm.vocab_size, lm.device.type == "cpu"
     copies = accept_bytes(
-        lm.dtype, is_greedy=extent.is_greedy, truncates=extent.truncates, traverses=extent.traverses,
-        is_on_cpu=is_on_cpu,
+        lm.dtype, is_greedy=extent.is_greedy, truncates=extent.truncates,
+        verifier_bytes=extent.verifier_bytes * is_on_cpu,
     )  # fmt: skip
     raw, has_rules = nodes * row_bytes(lm, extent.batch), bool(extent.rules) or extent.has_grammar
     kept = rule_bytes(extent.rules, batch, nodes, vocab, extent.length)[0] + raw * has_rules  # before the rules, too

@@ -163,6 +163,7 @@ def test_log_probabilities_token_rules_and_grammars_take_what_was_checked(
 WAYS = [
     (False, Sampling(), "auto"), (False, Sampling(0.8), "auto"), (True, Sampling(), "auto"),
     (True, Sampling(0.8), "auto"), (True, Sampling(0.8), "match"), (True, Sampling(0.8, top_p=0.9), "auto"),
+    (True, Sampling(0.8), "rejection"),
 ]  # fmt: skip
 
 
