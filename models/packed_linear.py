@@ -255,7 +255,7 @@ def _in_float32(x: Tensor, weight: Tensor) -> Tensor:
 
 def _forward(module: Any, before: Any, packed: PackedWeight, /, input: Tensor) -> Tensor:
     x, weight, bias = input, module.weight, module.bias
-    # A plain call of the model multiplies as before.
+    # Without a copy of the weight plain calls of the model stay as they were, bit for bit.
     is_ours = packed.copies or scope().in_tree or not _onednn_packs(weight.dtype)
     if is_ours and not torch.is_grad_enabled() and x.dtype == weight.dtype and x.shape[-1:] == weight.shape[1:]:
         if isinstance(x, FakeTensor):

@@ -103,14 +103,15 @@ class Extent:
 def verifier_bytes(drafter: Drafter, growth: Growth | None, budget: int, verifier: str | Verifier) -> int:
     """Return the bytes of a logit that a verifier holds beside probabilities where tokens are sampled on a CPU.
 
-    MATCH holds none, traversal a copy of the draft's probabilities, rejection sums in float64 and a part of such a
-    copy, as measured.  "auto" is traversal where nodes are drawn.
+    MATCH holds none, traversal a copy of the draft's probabilities, rejection and other rules sums in float64 and a
+    part of such a copy, as measured.  "auto" is traversal where nodes are drawn, else MATCH.
     """
-    if verifier not in ("auto", "traversal"):
-        return 0 if verifier == "match" else 11
+    if verifier != "auto":
+        return {"match": 0, "traversal": 4}.get(str(verifier), 11)
     parts = (drafter.first, drafter.second) if isinstance(drafter, FusedDrafter) else (drafter,)
-    draws = growth is not None and budget > 1 and any(part.models for part in parts)
-    return 4 if draws and growth is not None and growth.plan(budget).drawing != "top" else 0
+    if growth is None or budget == 1 or not any(part.models for part in parts):
+        return 0
+    return 0 if growth.plan(budget).drawing == "top" else 4
 
 
 def path_nodes(drafter: Drafter, growth: Growth | None, budget: int) -> int:

@@ -161,9 +161,7 @@ class _FusedRun(DraftRun):
     def _retrieved(draft: Draft) -> Draft:
         """Return what the retrieving run has proposed, on the host."""
         if draft.probs is not None or draft.values is None:
-            raise ValueError(
-                "a drafter of FusedDrafter must draft deterministic nodes with values: DELTA, Draft.values"
-            )
+            raise ValueError("a drafter of FusedDrafter must draft deterministic nodes (probs=None) with values")
         tree, values = _on_host(draft.tree, draft.values)
         return replace(draft, tree=tree, values=values)
 
@@ -188,8 +186,8 @@ class _FusedRun(DraftRun):
         size = int((~tree.is_padding).sum(1).max())
         order = tree.is_padding.long().sort(dim=1, stable=True).indices[:, :size].contiguous()
         values = (values * ~tree.is_padding).gather(1, order)
-        pruned = tree.prune(order)
-        parts = [order, pruned.tokens, values.float(), pruned.parents.int(), pruned.depths.int()]
+        dense = tree.prune(order)  # without padding between nodes
+        parts = [order, dense.tokens, values.float(), dense.parents.int(), dense.depths.int()]
         order, tokens, values, parents, depths = upload([part.contiguous() for part in parts], on_device.values)
         probs, column = with_delta(on_device, tree.tokens.shape[1] - draft.tree.tokens.shape[1], order)
         depth = max(draft.max_depth, retrieved.max_depth)

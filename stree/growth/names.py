@@ -129,7 +129,8 @@ def parse_growth(text: str) -> NamedGrowth:
     items = rest.split(",") if colon else []
     try:
         if name not in GROWTHS and name not in FIXED:
-            raise ValueError(f"no growth is named {name!r}" + "; it is a budget" * (name == "auto"))
+            hint = "; it is a budget" if name == "auto" else ""
+            raise ValueError(f"no growth is named {name!r}{hint}")
         named = _dynamic(name, items) if name in GROWTHS else NamedGrowth(_fixed(FIXED[name], items), None)
         for stop in stops:
             named = replace(named, growth=_stopped(named.growth, stop))
@@ -188,7 +189,8 @@ def _stopped(growth: Growth, text: str) -> Growth:
     if name in GROWTH_STOPS:
         return GROWTH_STOPS[name](growth, *numbers)
     if name == "sure" and not any(numbers):
-        raise ValueError(f"it is written +sure:PROB, got {text!r} behind {growth}" + "; PROB is above 0" * bool(colon))
+        hint = "; PROB is above 0" if numbers else ""
+        raise ValueError(f"it is written +sure:PROB, got {text!r} behind {growth}{hint}")
     if not callable(STOPS[name]):
         raise ValueError(f"STOPS[{name!r}] must be a class of stop rules, got {STOPS[name]!r:.80}")
     rule = STOPS[name](*numbers)

@@ -62,7 +62,7 @@ class Layer:
     shares: bool = True
 
     def __post_init__(self) -> None:
-        check_counts(ranks=self.ranks, width=self.width or 1)
+        check_counts(ranks=self.ranks, width=self.width or 1)  # a width of 0 will do
         if self.slots is None:
             return
         if not isinstance(self.slots, tuple):
